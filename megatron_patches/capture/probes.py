@@ -97,6 +97,8 @@ class Probes:
     ) -> None:
         """Add hooks to a module that capture its inputs before, and its outputs after, each forward pass.
 
+        The module goes on with the values that `_probe` returns, which may replace the captured ones.
+
         Args:
             module: The module.
             name: Global name of the module.
@@ -113,6 +115,7 @@ class Probes:
             self._running.append(call)
             if not takes:
                 return args, kwargs
+            # Only the model's inputs are inputs of the run. Other modules take what modules before them computed.
             stage = CaptureStage.INPUTS if name == MODEL else CaptureStage.OUTPUTS
             args = tuple(
                 self._probe(value, stage, name, f"input.{key}", call)

@@ -108,8 +108,8 @@ def _next_cut(buffer: bytearray, pieces: Iterator[bytes], longest: int | None) -
     """Read a block of complete lines, or one long line, into the buffer.
 
     Returns:
-        Position in the buffer at which the block ends, 0 at the input's end; and the number of bytes that were
-        dropped from the buffer before, because the line is longer than `longest`.
+        Position in the buffer at which the block ends, 0 at the input's end; and the number of dropped bytes. Bytes
+        are dropped if a line is longer than `longest`: the buffer then holds only the end of the line.
     """
     while len(buffer) < BLOCK_BYTES and (piece := next(pieces, b"")):
         buffer += piece

@@ -222,11 +222,12 @@ Rounding decides if two experts' scores agree to about 1e-6, which was counted i
 def find_routing_divergence(
     first: Mapping[int, TokenCounts], second: Mapping[int, TokenCounts], dtype: str
 ) -> int | None:
-    """Return the first iteration in which two runs sent other numbers of tokens to the experts through rounding.
+    """Return the first iteration in which rounding gave the experts different token counts in two runs.
 
-    Rounding decides which expert a token gets if the scores of two experts are almost equal. From this
-    iteration on the two runs train differently, so their losses can be compared only up to it. In 16 bits this
-    happens more often, between scores that agree to about 1e-2.
+    Only iterations that both runs recorded are compared. Rounding decides which expert a token gets if the
+    scores of two experts are almost equal. From this iteration on the two runs train differently, so their
+    losses can be compared only up to it. In 16 bits this happens more often, between scores that agree to
+    about 1e-2.
 
     None means that all numbers of tokens are equal. It also means that in fp32 more than
     MAX_FRACTION_MOVED_BY_ROUNDING of the tokens change their expert in one iteration. Rounding cannot move so

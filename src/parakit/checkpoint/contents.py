@@ -131,7 +131,7 @@ def read_contents(folder: Path) -> Contents:
 
     Args:
         folder: The checkpoint's own folder (`iter_…`), a folder whose tracker file names the newest
-            checkpoint, or the folder of a run of this kit.
+            checkpoint, the folder of a run of this kit, or a folder with Hugging Face's files.
 
     Raises:
         UnknownFormatError: The folder holds no checkpoint, or one of a format that is not read.

@@ -235,8 +235,9 @@ def _list_rank_pieces(
 ) -> Iterator[_StackablePiece]:
     """Yield the pieces of all ranks' files, with layers and experts numbered over the whole model.
 
-    A tensor of which it is not known whether TP splits or replicates it stays a tensor of its rank, whose
-    folder comes first in the tensor's name.
+    Tensors that TP splits become pieces of the full tensor. Some tensors are neither known to be split by TP nor
+    known to be identical on all TP ranks. Such a tensor is stored once per rank, and its name begins with the
+    rank's folder (`mp_rank_00.…`).
     """
     tensor, pipeline, _ = _model_parallel_sizes(arguments)
     expert_tensor = int(arguments.get("expert_tensor_parallel_size") or tensor)
@@ -273,6 +274,7 @@ def _list_rank_pieces(
             if axis is None or axis >= len(described.shape):
                 yield piece
                 continue
+            # A gated MLP stores gate and value in one tensor, and TP splits each of these halves.
             num_halves = 2 if is_gated and ".linear_fc1." in name else 1
             shard = indices.tensor % num_shards
             yield from _split_piece(

@@ -293,6 +293,7 @@ def _num_uncounted_entries(megatron_version: str) -> int:
 def values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Return each flag's values; of a flag that occurs twice, the last occurrence counts."""
     values: dict[str, list[str]] = {}
+    # `current` is the list of the newest flag in `values`. Values before the first flag are dropped.
     current: list[str] = []
     for argument in arguments:
         if argument.startswith("--"):

@@ -142,8 +142,9 @@ def _mixer_flops(shape: ModelShape, length: float) -> tuple[int, float]:
 
 
 def _score_flops(shape: ModelShape, length: float) -> float:
-    """Return the FLOPs per token of Q·Kᵀ and the product with V, if each token attends to
-    `length / 2` tokens on average.
+    """Return the forward FLOPs per token of one layer's attention: Q·Kᵀ and the product with V.
+
+    Each token attends to `length / 2` tokens on average.
     """
     if not shape.latent:
         return 2 * shape.heads * shape.head_width * length

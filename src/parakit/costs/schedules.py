@@ -163,6 +163,7 @@ def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> S
     """Return the `index`-th step in Megatron's order: groups of PP micro batches pass each chunk in
     turn.
     """
+    # A group takes `pipeline * virtual` steps: all its micro batches on one chunk, then on the next.
     group, position = divmod(index, pipeline * virtual)
     chunk = position // pipeline
     if direction is Pass.BACKWARD:
@@ -183,7 +184,8 @@ def _run_steps(
 
     Args:
         steps_by_worker: The steps of each worker in order, with micro batches counted from 0.
-        first: Index of the first micro batch over all iterations.
+        first: Number that the events give to micro batch 0, so that the micro batches of a later
+            iteration continue the numbers of the iterations before.
         start: Time at which all workers are free.
         virtual: Virtual stages per worker.
         seconds: Duration of a pass through one virtual stage.

@@ -343,7 +343,11 @@ def _attention_tensors(shape: ModelShape, tensor: int) -> Iterator[_Tensor]:
 def _expert_tensors(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int
 ) -> Iterator[_Tensor]:
-    """Yield the tensors of a layer's router, shared expert and routed experts on one rank."""
+    """Yield the tensors of a layer's router, shared expert and routed experts on one rank.
+
+    `tensor` splits the shared expert, `expert` divides the number of routed experts, and
+    `expert_tensor` splits each routed expert. The router and the shared expert's gate are replicated.
+    """
     yield _Tensor("router", shape.experts * shape.hidden, partial=True)
     if shape.bias:
         yield _Tensor("router", shape.experts, partial=True)

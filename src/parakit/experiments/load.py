@@ -227,7 +227,11 @@ class _Loader:
             yield _convert(_CellEntry, entry, self.name)
 
     def _make_cell(self, entry: _CellEntry, seed: int) -> Cell:
-        """Return the cell of an entry, with `seed` added to its seed."""
+        """Return the cell of an entry, with `seed` added to its seed.
+
+        Options of the entry and its base count most, then those that all cells share. The job is the file's
+        trained job, or else the entry's own.
+        """
         file, job = self.file, self.trained
         if job is None:
             job = self._make_job(entry)
@@ -329,7 +333,9 @@ class _Loader:
 
 
 def _sort_models(models: Sequence[str], strategies: str | Sequence[str]) -> list[str]:
-    """Return the models from small to large.
+    """Return the models from the fewest parameters to the most.
+
+    `strategies` do not influence the order. They are only checked.
 
     Raises:
         LaunchError: A model or a strategy is unknown.

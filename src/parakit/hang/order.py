@@ -379,7 +379,10 @@ def _count_equal_from_start(first: CallSequence, second: CallSequence) -> int:
 def _count_equal_before(
     first: CallSequence, first_index: int, second: CallSequence, second_index: int
 ) -> int:
-    """Return how many calls before the two indices are equal, at most LONGEST_CONTEXT."""
+    """Return how many calls directly before `first_index` equal those directly before `second_index`.
+
+    The count goes backwards until the first two calls that differ, and ends at LONGEST_CONTEXT.
+    """
     longest = min(first_index, second_index, LONGEST_CONTEXT)
     for length in range(longest):
         if first[first_index - 1 - length] != second[second_index - 1 - length]:

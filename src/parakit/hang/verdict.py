@@ -710,9 +710,10 @@ def _find_module(
 
 
 def _describe_chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
-    """Return lines on who waits for whom, one per call and group label, waits for `roots` first.
+    """Return one line per call in which ranks wait: the waiting ranks, the awaited ranks, and the call.
 
-    At most SHOWN_WAITS lines are returned.
+    Calls in which a rank waits for one of `roots` come first. At most SHOWN_WAITS lines are returned, without a note
+    on the others.
     """
     waits_by_call: dict[str, list[Wait]] = {}
     for waits_of_rank in waits.waits_by_rank.values():
@@ -722,6 +723,7 @@ def _describe_chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
         call: {wait.awaited_rank for wait in waits_in_call}
         for call, waits_in_call in waits_by_call.items()
     }
+    # False sorts before True, so calls that await a root come first.
     roots_first = sorted(waits_by_call, key=lambda call: awaited_by_call[call].isdisjoint(roots))
     return tuple(
         f"{describe_waiting_ranks(waits_by_call[call])} for {format_ranks(awaited_by_call[call])} in {call}"

@@ -196,10 +196,10 @@ def is_in_collective(stack: Iterable[Frame]) -> bool:
 
 
 def _waits_of_failed_call(evidence: HangEvidence, rank_evidence: RankEvidence) -> dict[int, Wait]:
-    """Return the waits for lost peers, by peer, if an exception is ending the rank; else nothing.
+    """Return the rank's wait for each lost peer, by the peer's rank, if an exception is ending the rank.
 
-    The failed call is the rank's last one and counts as completed. The lost peers are the ranks of its
-    group that left no recorded call at all.
+    The exception comes from the rank's last call, which is recorded as completed. The lost peers are the ranks in
+    the group of that call that recorded no call at all. The result is empty if no exception is ending the rank.
     """
     is_raising = any(frame.function == EXCEPTION_HOOK for frame in rank_evidence.stack)
     if not is_raising or not rank_evidence.calls:

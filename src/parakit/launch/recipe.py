@@ -101,7 +101,9 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
 
 
 def import_recipe(input: str, name: str | None, gpus: int | None, console: Console) -> int:
-    """Write a recipe's model as an `.args` file and print the target that trains it; return 0.
+    """Write a recipe's model as an `.args` file, print the make command that trains it, and return 0.
+
+    Settings of the recipe that no flag can express are printed as well.
 
     Args:
         input: Megatron-Bridge's YAML, or a Python file that builds a container.
@@ -110,9 +112,11 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
         console: The terminal.
 
     Raises:
-        LaunchError, RecipeError: The file is no recipe, or Megatron would refuse the run; nothing was written.
+        LaunchError, RecipeError: The file is no recipe, the name is unusable or belongs to another model, no target
+            names the recipe's parallelism, or Megatron would refuse the run. Nothing was written.
     """
     file = input
+    # A Python recipe may be named with its function, as in `recipe.py:function`.
     path = Path(file.partition(":")[0])
     name = name or model_name(
         path.resolve().parent.name if path.stem == Path(RECIPE_FILE).stem else path.stem

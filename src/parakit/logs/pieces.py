@@ -103,9 +103,10 @@ def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
 
 
 def _read_until_iteration(path: Path) -> bytes:
-    """Return the beginning of a log with its first iteration of Megatron's format.
+    """Return the beginning of a log, read until the first iteration line in Megatron's format appears.
 
-    Without such an iteration, it has at least _SAMPLE_BYTES, or is the full log if the log is shorter.
+    Reading also stops after _SAMPLE_BYTES, and at the end of the log. The log is read in chunks, so the result may
+    be longer than needed.
 
     Raises:
         OSError: The file cannot be opened or read.

@@ -130,14 +130,17 @@ def chart_labels(entries: Sequence[Entry]) -> list[str]:
 
 
 def extreme_indexes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[int]:
-    """Return the indexes of at most `limit` values: both ends, and the extremes of each stretch.
+    """Return the indexes of at most `limit` values to draw: both ends, and the lowest and highest of each stretch.
 
-    Every n-th value would show one state of a run that alternates, and lose spikes.
+    All indexes are returned if there are no more than `limit` values. Below a limit of 4 up to 4 are returned.
+    Drawing every n-th value instead would lose spikes, and could show a run that alternates between two values
+    as constant.
     """
     count = len(values)
     if count <= limit:
         return list(range(count))
     length = math.ceil(count / max(1, (limit - 2) // 2))
+    # The last stretch may be shorter than the others, so it is filled with values that are ignored below.
     padded = np.full(math.ceil(count / length) * length, np.nan)
     padded[:count] = values
     stretches = padded.reshape(-1, length)

@@ -107,11 +107,14 @@ def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
 
 
 def named_logs(word: str) -> list[tuple[Path, str]]:
-    """Return the paths of one word of LOGS=, each with the name that makes it a repeat, or an empty name.
+    """Return the paths that one word of LOGS= stands for, each with a name or an empty text.
 
-    `tp2=1.log,2.log` makes two logs repeats of one another with the name `tp2`.
+    A word is a path or a pattern, whose files get an empty name, or `name=path,path`. Logs of one name are repeats
+    of one configuration: `tp2=1.log,2.log` gives both logs the name `tp2`. A pattern without a match is returned as
+    a path.
     """
     name, is_named, paths = word.partition("=")
+    # A path may hold "=", too.
     if not is_named or "/" in name or Path(word).exists():
         return [(path, "") for path in _matching(word)]
     return [(path, name) for part in filter(None, paths.split(",")) for path in _matching(part)]

@@ -65,7 +65,8 @@ def draw(model: str, strategy: str, device: str, *numbers: str) -> str:
         model: The name of a model.
         strategy: The name of a strategy.
         device: Key of a GPU, or `cpu`.
-        numbers: Devices, micro batch and global batch as text; an empty text for training's own value.
+        numbers: Devices, micro batch and global batch, each as text. An empty or missing text stands for the value
+            with which `make` would train the model.
     """
 
     def print_drawing() -> int:

@@ -331,8 +331,10 @@ def order_tensor_keys(capture: Capture) -> list[TensorKey]:
     """Return the keys of all ranks' tensors in the order in which a single rank would compute the tensors.
 
     The keys have no micro batch, so that each tensor comes once. The order follows the layers, in the backward
-    pass from last to first. Ranks of one pipeline stage can hold different tensors, such as experts: a tensor
-    that only a later rank holds comes directly before the tensor that follows it on that rank.
+    pass from last to first.
+
+    Ranks of one pipeline stage can hold different tensors, such as experts. The first rank of the stage gives the
+    order. If rank 1 computes `a`, `x`, `b` and rank 0 only `a`, `b`, then `x` is placed directly before `b`.
     """
     # A position is the stage, the first layer of the rank's chunk of consecutive layers, and the place in it.
     positions: dict[TensorKey, tuple[int, float, float]] = {}

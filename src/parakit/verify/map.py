@@ -220,9 +220,11 @@ def _find_columns_not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
 def _build_tree(
     comparisons_by_module: Mapping[str, Sequence[TensorComparison]], other_modules: Iterable[str]
 ) -> list[MapRow]:
-    """Return the outermost rows, with the rows inside them as children, ordered by their first tensors.
+    """Return the outermost rows of the map; inner modules are the children of their rows.
 
-    `other_modules` are modules without comparisons. They come with the first module inside them, or last.
+    Rows of one parent are ordered by the first compared tensor of their modules. A module of `other_modules`,
+    which has no comparisons, takes the position of the first compared module inside it. If no module inside it
+    is compared, the module comes last.
     """
     order_by_name = {
         name: min((STAGES.index(comparison.key[0]), comparison.order) for comparison in comparisons)
@@ -245,6 +247,7 @@ def _build_tree(
                 order_by_name[layer] = min(order, order_by_name.get(layer, order))
     rows: dict[str, MapRow] = {}
     roots: list[MapRow] = []
+    # Outer modules come first, so that the row of a parent exists before the rows of its children.
     for name in sorted(order_by_name, key=lambda name: name.count(".")):
         parent = _find_parent(name, rows)
         label = name.removeprefix(f"{parent.name}.") if parent else name

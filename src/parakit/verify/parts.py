@@ -47,17 +47,18 @@ def needs_parts(judgement: Judgement) -> bool:
 def explain_by_parts(
     judgement: Judgement, strategy: Capture, parts: Capture, without: Mapping[str, Capture]
 ) -> Judgement:
-    """Return the judgement with the part of the wrong gradient that is at fault, as the verdict's kind of error.
+    """Return the judgement with an explanation of its first wrong gradient in the verdict's `kind` and `factor`.
 
-    The reference's gradient is split into sums of parts, in turn by loss, rank, micro batch and iteration. The
-    first split in which wrong factors of some parts explain the error counts. The judgement is unchanged if none does.
+    A gradient is explained if it is the sum of the reference's parts, some of them with a wrong factor. The
+    reference's gradient is split into parts by loss, then by rank, by micro batch and by iteration. The first split
+    that explains the wrong gradient counts. The judgement is returned unchanged if no split does.
 
     Args:
         judgement: A judgement for which `needs_parts` is true.
         strategy: Capture that was judged.
         parts: Capture of the reference with the gradient of each micro batch, and of the iteration before.
-        without: Captures of the reference without one loss and with its other tensors forced, by the name
-            of that loss.
+        without: Captures of reference runs that leave out one loss each, by the name of the loss. Weights and
+            module inputs of such a run are replaced by the reference's, so only the gradient of the loss is missing.
     """
     first = judgement.first
     assert first is not None

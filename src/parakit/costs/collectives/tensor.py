@@ -91,9 +91,11 @@ def _mtp_joining_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Yield the calls of the projection that joins hidden states with the embeddings of following
     tokens.
 
-    The projection is column-parallel, and its input is twice as wide. Its output is gathered by
-    columns, and under SP split by tokens, which backward gathers (`multi_token_prediction.py:
-    _concat_embeddings`).
+    The projection is column-parallel, and its input is twice as wide as the hidden states. Forward
+    gathers the columns of its output. Backward sums the input gradients, by all-reduce or, under
+    SP, by reduce-scatter. Under SP both passes also gather the input. Forward then keeps only the
+    rank's tokens of the output, so backward gathers the gradients of the output
+    (`multi_token_prediction.py: _concat_embeddings`).
     """
     forwards, backwards = layer_passes(spec)
     whole = hidden_bytes(spec)

@@ -173,9 +173,11 @@ def find_uncured(cell: MatrixCell, known: Iterable[Finding]) -> list[Finding]:
 
 
 def affects_cell(finding: Finding, cell: MatrixCell) -> bool:
-    """Return True if the cell has the finding's flags and splits all that the finding's strategy splits.
+    """Return True if the finding's error is expected in the cell.
 
-    A finding without a patch file, or of a model with experts in a family without, affects no cell.
+    The cell must have all flags of the finding, and its strategy must split each dimension that one of the
+    finding's strategies splits. A finding without a patch file affects no cell, and a finding on a model with
+    experts affects only cells whose model has experts.
     """
     if not finding.patch.is_file() or not has_flags(finding.own_flags, cell.strategy_flags):
         return False

@@ -234,11 +234,14 @@ def minimize_parts[T](
     """Return a minimal subset of `parts` that still fails: no single part of the result can be left out.
 
     This is ddmin of Zeller and Hildebrandt (IEEE TSE 28, 2002). It tries halves first, so that one guilty part
-    among n is found in about 2·log2(n) tests. `parts` themselves are taken to fail.
+    among n is found in about 2·log2(n) tests. All `parts` together must fail, which is not tested. The result is
+    empty if the empty subset fails, too.
     """
     if not parts or is_failing(()):
         return ()
     subset, num_chunks = tuple(parts), 2
+    # Each round goes on with the first chunk that fails alone, or else with the first subset that still fails without
+    # one chunk. If there is neither, chunks are halved. The search ends if they already have one part each.
     while len(subset) > 1:
         size = -(-len(subset) // num_chunks)
         starts = range(0, len(subset), size)

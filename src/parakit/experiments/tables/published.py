@@ -60,7 +60,9 @@ def announce_published(launches: Sequence[Launch]) -> str:
 
 
 def report_published(study: Study) -> int:
-    """Write the report, which shows the published figures, too, and print how many runs are complete.
+    """Write the report of the study's six runs and print how many runs are complete.
+
+    The report also shows the published figures.
 
     Returns:
         The report's exit code.

@@ -186,10 +186,11 @@ _SIMILARITY_DOUBLINGS = 4.0
 
 
 def load_own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
-    """Return the user's own measurements on the cluster's kind of device, predicted with the cluster's constants.
+    """Read the user's measured times on the cluster's kind of device, and predict each with the cluster's calibration.
 
-    Measurements on CPU ranks count only if they were made on this machine. The result is empty if `path` is None or
-    does not exist. Rows that cannot be predicted are left out.
+    Only iteration times and tokens per second count, not memory. Measurements on CPU ranks count only if they were
+    made on this machine. Rows that cannot be predicted are left out. The result is empty if `path` is None or does
+    not exist.
 
     Raises:
         MeasurementsError: The file is no table of measurements.
@@ -232,7 +233,11 @@ def _covariance(spec: RunSpec, other: RunSpec) -> float:
 
 
 def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
-    """Return what the similarity of two runs depends on: sizes, all above 0, and settings that are no numbers."""
+    """Return the sizes and the settings by which the similarity of two runs is judged.
+
+    Sizes are above 0, because two runs are compared by the logarithms of their sizes. Settings can only be equal or
+    different.
+    """
     split, shape = spec.parallelism, spec.shape
     degrees = (split.tensor, split.pipeline, split.virtual_stages, split.context, split.expert)
     sizes = (spec.batch.micro_batch_size, shape.seq_length)

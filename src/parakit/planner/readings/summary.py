@@ -89,11 +89,12 @@ def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
 
 
 def group_by_kind(residuals: Residuals) -> list[ErrorGroup]:
-    """Return the errors of each kind of run in the README's table as a group, in the table's order.
+    """Return one group of errors per kind of run that the README's table lists, in the order of the table.
 
-    Measurements of other kinds are left out, and so are times that are published as FLOPs and memory that is not from
-    Megatron's tests.
+    A kind without measurements has no group. Measurements of other kinds are left out. Of Megatron's own tests
+    only memory counts; of other sources only iteration times and tokens per second count.
     """
+    # The kind is empty, and so the measurement is left out, if the table has no kind for it.
     with_kind = filter(_kind_of_run, residuals.predicted)
     groups = {group.name: group for group in _build_groups(with_kind, _kind_of_run)}
     return [groups[kind] for kind in _KINDS if kind in groups]
@@ -228,7 +229,11 @@ def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> lis
 
 
 def _job_key(item: Residual, across_releases: bool) -> tuple[object, ...]:
-    """Return a key that is equal for measurements of one job with different strategies."""
+    """Return a key that is equal for measurements of one job with different strategies.
+
+    The key holds source, model, devices, software, batch and recomputation. With `across_releases` the
+    release of the container is left out.
+    """
     measurement, spec = item.measurement, item.measured_run.spec
     # The notes begin with the variant. Later parts may name another trainer.
     variant, *notes = measurement.notes.split(";")

@@ -232,8 +232,9 @@ def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
 def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     """Return the seconds of output layer and loss for one micro batch: matrix products, and memory traffic.
 
-    Each depth of multi-token prediction computes both once more, and reads its logits for the best guess as well
-    (`multi_token_prediction.py: _compute_mtp_acceptance_counts`).
+    Both numbers cover the forward and the backward pass. Each MTP layer computes output layer and loss once more. To
+    count its correct predictions it also reads its logits again for the largest one (`multi_token_prediction.py:
+    _compute_mtp_acceptance_counts`).
     """
     shape, tokens = spec.shape, spec.micro_batch_tokens
     width = shape.padded_vocabulary(spec.parallelism.tensor) // spec.parallelism.tensor

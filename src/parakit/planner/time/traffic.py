@@ -95,9 +95,10 @@ def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
 
 
 def _routing_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
-    """Return the traffic of the router's scores, and of permuting tokens to their experts and back.
+    """Return the bytes of memory traffic of the routing in one layer, of the forward and of the backward pass.
 
-    Both numbers are 0 for a dense model.
+    Routing computes the router's scores and permutes tokens to their experts and back. Depending on the kernels it
+    also sorts tokens by local expert and adds the experts' biases. Both numbers are 0 for a dense model.
     """
     shape, execution = spec.shape, rate.execution
     if not shape.experts:

@@ -399,9 +399,10 @@ def loss_differences(entries: Sequence[Entry]) -> list[LossDifference]:
 
 
 def build_entries_from_folders(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
-    """Return a row per group of run folders, without the grouping of a report.
+    """Return one entry per group of run folders; None for a group without a readable folder.
 
-    Verdicts on losses are those of a report of all folders. A group without a readable folder gives None.
+    The groups become the rows as they are, while a report would pool the runs itself. Losses are judged as in a
+    report on the runs of all groups.
 
     Args:
         groups: Folders of each row, the newest first.

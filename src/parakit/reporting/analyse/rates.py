@@ -166,7 +166,11 @@ def _find_peak(device: str, dtype: str) -> tuple[float | None, str, str]:
 
 
 def _recompute_flops(spec: RunSpec) -> float:
-    """Return the FLOPs per iteration of recomputed forwards: of layers, or of scores, MLPs and experts."""
+    """Return the FLOPs per iteration of recomputed forward passes; 0 without recomputation.
+
+    With full recomputation they are those of the recomputed layers, otherwise those of attention scores and of
+    MLPs or experts, as far as these modules are recomputed. Other modules are taken to cost nothing.
+    """
     forward = token_flops(spec.shape, spec.shape.seq_length)
     if spec.recompute.is_full:
         again = (

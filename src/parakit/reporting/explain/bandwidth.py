@@ -54,9 +54,10 @@ class RateCurve:
 
 
 def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
-    """Return a curve per strategy that ran behind a shaped link; empty if none did.
+    """Return a curve per strategy that ran on a link with a bandwidth limit; empty if none did.
 
-    All curves are of one model: the model of the first such row.
+    All curves belong to one model, that of the first entry with a limit. Strategies without a measured
+    iteration time are left out.
     """
     shaped_entries = [entry for entry in entries if _link_rate(entry.run)]
     entry_by_identity: dict[tuple[object, ...], Entry] = {}
@@ -121,7 +122,11 @@ def _curve_identity(entry: Entry) -> tuple[object, ...]:
 
 
 def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
-    """Draw the curves: dots are measured, dashed lines and rings come from the formula."""
+    """Draw milliseconds per iteration over bandwidth, one colour per curve.
+
+    Dots are measured, dashed lines and rings come from the formula, and a bar at the right edge is the time
+    measured without a limit of the link.
+    """
     figure.set_size_inches(WIDTH_INCHES, 4.2)
     axes = figure.add_subplot()
     for index, curve in enumerate(curves):

@@ -124,9 +124,9 @@ def detect_megatron_version(run: Run) -> MegatronVersion:
 def compare_memory(
     configuration: RunSpec, rank: RankMemory, kernels: Kernels
 ) -> Iterator[ComponentResidual]:
-    """Yield measured and predicted bytes of one rank per memory component, then of their sum.
+    """Yield measured and predicted bytes of one rank: six memory components, then the peak of all live tensors.
 
-    The last two components are the allocator's and the device's own figures; CPU ranks have neither.
+    On a GPU rank two more follow, which contain the peak: the allocator's bytes, and the device's own reading.
     """
     stage = configuration.parallelism.pipeline_rank(rank.rank)
     prediction = estimate_rank_memory(configuration, stage)

@@ -101,8 +101,9 @@ def _join_payers(names: Sequence[str]) -> str:
 def costs_above_fair_time(reference: TimeRecord, other: TimeRecord, share: float) -> Costs:
     """Return the seconds that each part of an iteration takes beyond its fair time, the largest first.
 
-    The fair time of a part is `share` times the reference's time for it. Times are means over ranks. The
-    costs sum to the difference of the iterations, except for the clock readings between phases.
+    The fair time of a part is `share` times the reference's time for it. A part that takes less than its fair
+    time has a negative cost. Times are means over ranks. The sum of the costs is the other run's iteration time
+    minus `share` times the reference's, apart from the short time between phases, which belongs to no part.
     """
     fair_parts, parts = _split_iteration(reference), _split_iteration(other)
     costs = {part: parts[part] - share * fair_parts[part] for part in parts}

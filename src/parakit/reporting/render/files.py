@@ -212,7 +212,10 @@ def _thin(values: Sequence[Any]) -> list[Any]:
 
 
 def print_report(report: Report, headline: str, console: Console) -> None:
-    """Print a table per model and device, a summary of a few sentences, and the report's problems."""
+    """Print a table per model, device and precision, a summary of a few sentences, and the report's problems.
+
+    Entries share a table only if they follow one another in the report.
+    """
 
     def group_key(entry: Entry) -> tuple[str, str, str]:
         return entry.run.model, entry.run.device, entry.spec.dtype if entry.spec else ""

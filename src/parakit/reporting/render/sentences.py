@@ -249,7 +249,11 @@ def withheld_sentences(report: Report) -> list[str]:
 
 
 def _speed_sentences(report: Report) -> list[str]:
-    """Return the speed verdict of every row; of many rows, one sentence per verdict."""
+    """Return one sentence per row with its verdict on speed; empty if no row is compared.
+
+    More than _MAX_SENTENCES sentences are replaced by one per reference and verdict, with the range of the
+    ratios, and a last sentence that names the table with each row's verdict.
+    """
     compared = [
         entry for entry in report.entries if entry.speed and IMPOSSIBLE not in entry.speed.caution
     ]

@@ -281,7 +281,7 @@ _WINDOW_COLUMNS = (
 
 
 def windows_table(report: Report, *, notes: bool = False) -> Table[Entry]:
-    """Return which iterations count in each row, and where the interval comes from.
+    """Return a table with each row's counted iterations and the method of its confidence interval.
 
     Args:
         report: The report.
