@@ -60,7 +60,7 @@ def announce_published(launches: Sequence[Launch]) -> str:
 
 
 def report_published(study: Study) -> int:
-    """Write the report, which shows the published figures, too, and print how many runs are complete.
+    """Write the report, which also shows the published figures, and print how many runs are complete.
 
     Returns:
         The report's exit code.

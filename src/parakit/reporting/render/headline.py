@@ -80,7 +80,13 @@ def _describe_changes(report: Report) -> str:
 
 
 def _describe_fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
-    """Return the fastest row of a group with its time, and what the other rows pay for."""
+    """Return sentences on the fastest row of a group, and on the largest extra costs of the other rows.
+
+    Args:
+        members: The rows of the group. The first is the reference, and only the others can be the fastest.
+        paid: Cost and its cause by run name, beyond the run's share of baseline's work. Runs without an entry
+            are left out; with no entry at all, so is the second sentence.
+    """
     compared = members[1:]
     best = min(compared, key=judged_ratio)
     if any(
@@ -116,7 +122,7 @@ def _describe_best(best: Entry, members: Sequence[Entry]) -> str:
 
 
 def _find_rows_within_noise(best: Entry, members: Sequence[Entry]) -> list[str]:
-    """Return the labels of rows that the runs do not show to be slower than the fastest row."""
+    """Return the labels of all rows but `best` that are not significantly slower than `best`."""
     other_rows = [entry for entry in members if entry is not best]
     comparisons = [
         compare_speed(best.configuration, entry.configuration).judged_time for entry in other_rows
