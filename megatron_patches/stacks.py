@@ -58,6 +58,8 @@ def dump_stacks_on_request() -> None:
     # The file stays open for as long as the process lives, because the handler may not open files.
     stacks_file = path.open("a")
     faulthandler.register(STACKS_SIGNAL, file=stacks_file, all_threads=True, chain=False)
+    # A rank that waits in C code runs no Python handler. faulthandler therefore writes to a pipe on SIGTERM,
+    # and the thread that reads the pipe writes the last calls and ends the process.
     sigterm_pipe, sigterm_output = os.pipe()
     faulthandler.register(signal.SIGTERM, file=sigterm_output, all_threads=True, chain=False)
     # Once the interpreter ends, the thread no longer reads the pipe, so SIGTERM must end the process.

@@ -144,7 +144,10 @@ def _initialise(
 def _attend_with_settings(
     attention: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
 ) -> Tensor:
-    """Return `attend` with the dropout, the scale and the random state of a `DotProductAttention`."""
+    """Return the attention output that `attend` computes with the settings of a `DotProductAttention`.
+
+    The settings are its dropout (0 outside training), its scale of the scores and its random state.
+    """
     from megatron.core import tensor_parallel
 
     dropout = attention.attention_dropout.p if attention.training else 0.0

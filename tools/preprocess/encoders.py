@@ -240,9 +240,13 @@ def _resident_bytes() -> int:
 
 
 def _find_special_tokens(spec: TokenizerSpec) -> tuple[Ids, Ids]:
-    """Return the special tokens that the post-processor puts before and after each text."""
+    """Return the special tokens that the post-processor puts before and after each text.
+
+    Both are empty for GPT-2's tokenizer, and for a tokenizer without a post-processor.
+    """
     bare: list[int] = []
     full: list[int] = []
+    # The file does not state the tokens in one form, so "a" is encoded without and with them.
     if spec.name != GPT2 and json.loads(spec.definition).get("post_processor"):
         tokenizer = _load_hugging_face(spec)
         bare, full = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids

@@ -24,7 +24,7 @@ def model_weights(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def model_gradients(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the gradients that exist; of Megatron-FSDP its gradient buffers.
+    """Yield the gradient of each parameter that has one, or the gradient buffers if Megatron-FSDP wraps the model.
 
     Megatron's gradients are views of one buffer per model chunk.
     """

@@ -222,7 +222,7 @@ class _Step:
     def _before_forward(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the arguments of a module to the sink; return the arguments that the module gets.
+        """Pass the arguments of a module to the sink, and return them with the tensors that the sink gives back.
 
         A call of the model itself begins a new micro batch.
         """
@@ -242,7 +242,10 @@ class _Step:
         return tuple(tapped_args), tapped_kwargs
 
     def _begin_micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Count the micro batch, and take its size from the model's first tensor argument."""
+        """Start a micro batch: count it, forget the calls of the last one, and tell the sink.
+
+        Micro batch size and sequence length are the first two sizes of the model's first tensor argument.
+        """
         self.micro_batch += 1
         self._calls.clear()
         self.sink.begin_micro_batch()

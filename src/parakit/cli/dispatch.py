@@ -123,13 +123,14 @@ def _print_refusal(run: Callable[[], int]) -> int:
 
 
 def call_handler(command: Command, name: str, given: Namespace) -> int:
-    """Call the handler of a command, and return its exit code; None of a handler counts as 0.
+    """Call the handler of a command, and return its exit code; a handler that returns None has exit code 0.
 
     A handler gets the values that its parameters name: a variable in lower case, `given` (all variables),
     `options` (of a launch), `target` (the command's name), `console`, or an entry of the command's `fixed`.
+    Parameters with other names keep their defaults.
 
     Raises:
-        SettingError: This is the kit's image, which lacks what the command needs.
+        SettingError: The command is for the host, and this process runs in the kit's container image.
     """
     if command.on_host and image_tag():
         raise SettingError(

@@ -79,11 +79,13 @@ class NodeGroup:
         return None
 
     def is_hanging(self, is_stalled: bool) -> bool:
-        """Return True if the run hangs. Node 0 decides, because its log receives the lines of all nodes.
+        """Return True if the run hangs: here, on node 0 or on the only node, if `is_stalled` is True.
+
+        Other nodes override this method and return the decision of node 0, whose log receives the lines of all nodes.
 
         Args:
-            is_stalled: True if this node's log has not grown for the timeout. Megatron prints on its last rank
-                alone, so the log of another node says nothing.
+            is_stalled: True if this node's log has not grown for the timeout. Other nodes do not use it: Megatron
+                prints on its last rank alone, so the log of another node may never grow.
         """
         return is_stalled
 

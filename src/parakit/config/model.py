@@ -391,7 +391,11 @@ def load_model(name: str, file: str | None = None) -> Model:
 
 
 def _explain_unknown_model(name: str) -> str:
-    """Return the error sentence for a name that no model has, with similar names or the reason."""
+    """Return the error text for a name that no model has.
+
+    For T5 and BERT, the text explains that the kit trains GPT models only. For other names, it suggests up to
+    three similar names, or all names if none is similar.
+    """
     other_architecture = re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE)
     if other_architecture:
         script = f"pretrain_{other_architecture[1].lower()}.py"

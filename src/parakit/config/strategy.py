@@ -112,11 +112,12 @@ class PipelineSchedule(StrEnum):
         return self in (PipelineSchedule.PIPEDREAM, PipelineSchedule.PIPEDREAM_2BW)
 
     def staleness(self, stages: int, stage: int) -> int:
-        """Return the updates between the weights of a gradient and the weights it changes, in a
-        full pipeline.
+        """Return the weight delay of a stage, as a number of updates in a full pipeline.
 
-        p − s − 1 for PipeDream (arXiv:1806.03377 section 3.3), 1 on every stage for PipeDream-2BW
-        (arXiv:2006.09503 section 3.1), 0 for other schedules.
+        The stage computes a gradient with weights that are this many updates older than the weights to
+        which the gradient is applied. The number is p − s − 1 for PipeDream (arXiv:1806.03377 section
+        3.3). It is 1 on every stage for PipeDream-2BW with more than one stage (arXiv:2006.09503 section
+        3.1), and 0 otherwise.
         """
         if self is PipelineSchedule.PIPEDREAM:
             return stages - stage - 1

@@ -269,11 +269,20 @@ def _shared_tables(spec: RunSpec) -> tuple[str, ...]:
 def _end_tensors(
     shape: ModelShape, table: int, tensor: int, stages: int, first: bool, last: bool
 ) -> Iterator[_Tensor]:
-    """Yield the tensors outside layers: embeddings on the first stage; final norm and output layer
-    on the last.
+    """Yield the parameter tensors of a pipeline stage, or of the full model, outside transformer layers.
 
-    With multi-token prediction, the last stage also has the joining blocks and, as a stage of its
-    own, an embedding.
+    The first stage has the embeddings. The last stage has the final norm and the output layer; with one
+    stage and tied embeddings, the output layer has no tensor of its own. With multi-token prediction
+    (MTP), the last stage also has the blocks that join tokens and hidden states, and a copy of the
+    embeddings if it is not the first stage, too.
+
+    Args:
+        shape: The model.
+        table: Elements of the word embedding, which the output layer has, too.
+        tensor: Tensor-parallel size.
+        stages: Number of pipeline stages.
+        first: True for the first stage, and for the full model.
+        last: True for the last stage, and for the full model.
     """
     if first or (last and shape.mtp_layers):
         yield _Tensor("word_embedding", table)

@@ -269,9 +269,11 @@ def _merge_groups(
 
 
 def _read_stage(paths: Sequence[Path], logs: Sequence[Path]) -> StepStage | None:
-    """Return the work of a pipeline stage, by a run folder's record, else by the arguments in a log.
+    """Return the number of layers and micro batches of a pipeline stage.
 
-    None means that neither is there, or that the run has virtual stages.
+    They come from the first run folder with a readable record, else from the first log that prints its
+    arguments. None means that neither exists, that the run has virtual stages, or that the number of micro
+    batches is not known.
     """
     spec: RunSpec | None = None
     for path in paths:

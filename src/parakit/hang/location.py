@@ -15,7 +15,11 @@ from parakit.hang.waits import Waits
 
 
 def locate_call(evidence: HangEvidence, call: RecordedCall) -> StepPlace:
-    """Return where in the step a call was made, by the calls that the same rank made before it."""
+    """Return the location in the training step at which a call was made.
+
+    Layer and micro batch are counted from the calls that the same rank made before. If no rank's recorded calls
+    contain this very object, the location is only that of the call's stack frames.
+    """
     for state in evidence.ranks.values():
         # Ranks make equal calls, so the call itself is searched and not an equal one.
         for index, recorded_call in enumerate(state.calls):

@@ -221,7 +221,11 @@ def _read_shape(text: str) -> tuple[int, ...]:
 def _assign_rank(
     match: re.Match[str], rank_of_file: int | None, log: WatchdogLog
 ) -> list[tuple[int, re.Match[str]]]:
-    """Return a line's match with its rank among all ranks; nothing if that rank is not known."""
+    """Return a list of one pair, the global rank of a log line and its match; empty if the rank is not known.
+
+    If the line names neither a global rank nor a group, and the file belongs to no rank, the rank within the
+    unknown group is returned, and `log.is_rank_uncertain` is set.
+    """
     if match["rank"]:
         return [(int(match["rank"]), match)]
     if match["group"] and _describe_group(match) == WORLD:

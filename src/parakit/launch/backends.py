@@ -117,7 +117,7 @@ def _adapt_to_transformers(launch: Launch) -> Launch:
 
 
 def _transformers_problems(launch: Launch) -> Iterator[str]:
-    """Yield a sentence per reason why Hugging Face's code cannot train this launch; nothing if it can."""
+    """Yield the first reason why Hugging Face's code cannot train this launch; nothing if it can."""
     texts = (*unknown_flags(launch.flags), *launch.flags)
     if imported_weights_folder(launch.model) is None:
         yield (

@@ -168,7 +168,8 @@ def fp8_problems(launch: Launch) -> Iterator[str]:
 def version_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence per reason why the patches may not fit the Megatron that trains.
 
-    A Megatron that only writes the initial checkpoint of another backend's run is checked too.
+    A Megatron that only writes the initial checkpoint of another backend's run is checked too. Nothing is checked
+    if the launch's environment has the variable `ALLOW_UNKNOWN_MEGATRON`.
     """
     runs_megatron = launch.spec.backend is Backend.MEGATRON or launch.initial_checkpoint is not None
     if runs_megatron and variables.ALLOW_UNKNOWN_MEGATRON not in launch.environment:

@@ -360,7 +360,11 @@ class TableBuilder:
 
 
 def _join_chunks(chunks: list[Columns], count: int) -> Columns:
-    """Return all chunks as one, and empty them: each column is freed as soon as it is copied."""
+    """Return the columns of all chunks joined in order, `count` rows in total; empty the list `chunks`.
+
+    Each column of a chunk is freed as soon as it is copied, which limits the peak memory. A chunk without a
+    column gives zeros that are marked as unknown.
+    """
     joined = Columns(count)
     names = dict.fromkeys(name for chunk in chunks for name in chunk.values)
     for name in names:

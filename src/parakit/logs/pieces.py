@@ -125,7 +125,11 @@ def _read_until_iteration(path: Path) -> bytes:
 
 
 def _find_formats(text: str) -> tuple[LineFormat, ...]:
-    """Return the first format of which the text has an iteration line; all formats if it has none."""
+    """Return the format of a log's iteration lines, as a tuple of one.
+
+    If lines of several formats are in the text, the first of these formats is returned. If the text has no
+    iteration line, all formats are returned.
+    """
     formats = load_line_formats()
     for line_format in formats:
         if not line_format.opening.search(text):

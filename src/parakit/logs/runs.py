@@ -250,7 +250,10 @@ def load_folder(folder: Path) -> Run:
 
 
 def load_log(path: Path) -> list[Run]:
-    """Load the runs of a foreign log, in order."""
+    """Return the runs in a log file that has no run folder, in the file's order.
+
+    If the file has several runs, their names end with `#1`, `#2` and so on.
+    """
     name, runs = make_printable(path.name), []
     for log in scrape_runs(path):
         part = f"#{log.part}" if log.parts > 1 else ""

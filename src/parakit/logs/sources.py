@@ -145,7 +145,11 @@ class RankMeasurements:
 
 
 def read_all_measurements(folder: Path) -> tuple[RankMeasurements, list[str]]:
-    """Return the measurements in a run folder, and a sentence for each file that cannot be used."""
+    """Return the memory, communication and routing records of a run folder, and a sentence per unusable file.
+
+    A record is None if its file is missing or unusable, or if it has no ranks. Ranks without a steady iteration
+    are left out of the communication record.
+    """
     memory, memory_problem = _read_record(folder, MemoryRecord, MEMORY_FILE)
     communication, communication_problem = _read_record(
         folder, CommunicationRecord, COMMUNICATION_FILE

@@ -117,7 +117,11 @@ class Taps:
             handle.remove()
 
     def _attach_hooks(self, name: str, module: nn.Module) -> None:
-        """Attach the hooks of one module; `name` is its name in this backend."""
+        """Attach the hooks that pass a module's inputs and outputs to the sink, which may replace them.
+
+        Position embeddings and the router of a mixture of experts get a hook of their own. A module for which
+        Megatron has no equal tensors gets no other hook. `name` is the module's name in this backend.
+        """
         if name == "position_embeddings":
             self._handles.append(module.register_forward_hook(self._pass_position_embeddings))
         if isinstance(module, MixtureOfExperts):

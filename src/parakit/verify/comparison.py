@@ -163,7 +163,7 @@ class CaptureComparison:
 def relative_error(ours: Array, reference: Array) -> float:
     """Return the norm of the difference over the reference's norm.
 
-    For integers and truth values, return the fraction of elements that differ. Empty tensors have no error.
+    For integers and truth values, return the fraction of elements that differ. Empty tensors have error 0.
     The error is infinite if the reference is zero and `ours` is not, or if a difference is not finite;
     tensors that are equal, NaN included, have error 0.
     """

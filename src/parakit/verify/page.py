@@ -202,9 +202,9 @@ def _list_legend() -> list[tuple[int, str]]:
 
 
 def _build_bars(compared: CaptureComparison) -> list[RatioBar]:
-    """Return the histogram of error over tolerance: no error first, then ranges from 1e-4 to 1.
+    """Return the histogram of error over tolerance: tensors without error first, then ranges from 1e-4 to 1.
 
-    Tensors below the lowest range are counted in it.
+    Tensors below the lowest range are counted in the lowest, and tensors above 1 in the highest.
     """
     num_ranges = _BARS_PER_DECADE * _NUM_DECADES
     edges = [10 ** (index / _BARS_PER_DECADE - _NUM_DECADES) for index in range(num_ranges + 1)]

@@ -119,11 +119,12 @@ def _refuse_other_models(fields: Fields) -> None:
 
 
 def _resolve_precision(fields: dict[str, Value], name: str, sections: set[str]) -> dict[str, Value]:
-    """Return the fields with the section `name` (`mixed_precision`) that Bridge trains with.
+    """Return the fields of a recipe after the section `name` (`mixed_precision`) is resolved as in Bridge.
 
-    A preset ('bf16_mixed') is replaced by the fields that it stands for. Without the section, the types
-    that `ddp`, `optimizer` and `model` have are copied into it; `model` decides where they differ. With
-    the section, its type of gradients replaces that of `ddp`, as in Bridge.
+    Without this section in `sections`, each of its fields takes the value of the same field in `model`,
+    else in `optimizer`, else in `ddp`; the argument `fields` is changed in place. With the section,
+    `grad_reduce_in_fp32` of the section overwrites that of `ddp`, in a copy of `fields`. If the section is
+    the name of a preset ('bf16_mixed'), the fields of the preset are added first; the name stays.
 
     Raises:
         RecipeError: The name of the preset is unknown.
@@ -141,6 +142,7 @@ def _resolve_precision(fields: dict[str, Value], name: str, sections: set[str]) 
         precision_fields = [field for field in fields if field.startswith(f"{name}.")]
         for field in precision_fields:
             key = field.removeprefix(f"{name}.")
+            # `model` comes last, because it decides where the sections differ.
             for section in ("ddp", "optimizer", "model"):
                 fields[field] = fields.get(f"{section}.{key}", fields[field])
         return fields

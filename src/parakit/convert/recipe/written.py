@@ -135,7 +135,10 @@ def _torchrun_options(ranks: int) -> str:
 
 
 def _collect_imports(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
-    """Return the modules to import from and the names to import, both sorted."""
+    """Return pairs of a module and the names to import from it, for dotted paths; all are sorted.
+
+    `ConfigContainer` is always among them. Paths of torch are left out, because they are written in full.
+    """
     names_by_module: dict[str, set[str]] = {"megatron.bridge.training.config": {"ConfigContainer"}}
     for path in paths:
         module, name = _split_import(path)

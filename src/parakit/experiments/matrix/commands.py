@@ -59,12 +59,16 @@ SHOWN_DRAWS = 20
 def select_families(
     matrix: Matrix, megatron: Version, features: Sequence[str] = (), layouts: Sequence[str] = ()
 ) -> tuple[Family, ...]:
-    """Return the requested families, reduced to the requested levels and layouts that a version has.
+    """Return the requested families, each with only its requested levels and layouts.
+
+    The first level of every feature stays, because it is the feature's default. A family without a requested
+    layout is left out, and so is one without a requested level if `features` names levels.
 
     Args:
-        matrix: The whole matrix.
+        matrix: The matrix of all families.
         megatron: Version of Megatron; levels whose flags it lacks are left out.
-        features: FEATURES=, names or patterns of families, features and levels; empty means all.
+        features: FEATURES=, names or patterns of families, features and levels; empty means all. A name that
+            matches a family selects families, and every other name selects levels.
         layouts: STRATEGIES=, names or patterns of layouts; empty means all.
 
     Raises:

@@ -523,7 +523,10 @@ def _make_scratch_folder(folder: Path) -> Iterator[Path]:
 
 
 def _print_verdict(judgement: Judgement, results: Path, console: Console) -> None:
-    """Print the verdict, the first wrong tensor, what was and was not compared, and the page's path."""
+    """Print the verdict, the first wrong tensor, the compared and uncompared tensors, and the page's path.
+
+    Lines without content are left out. At most five lines name tensors that were not compared.
+    """
     verdict = judgement.verdict
     verdict.show_outcome(console)
     if verdict.verdict is VerifyOutcome.HELD and verdict.routing_flips:

@@ -213,7 +213,10 @@ class _Prover:
 
 
 def _prove_round_trip(source: Path, imported: Path, target: Path) -> Proof:
-    """Export an imported model to `target` and compare it with its source bit for bit; remove the export."""
+    """Return whether the export of an imported model has the same bits as its source, as a proof with a detail.
+
+    The export is written to the folder `target`, which is removed after the comparison.
+    """
     from parakit.convert import (
         ConversionProgress,
         TensorFolder,

@@ -245,7 +245,12 @@ def _find_kind(values: Sequence[LoggedValue], rank: CapturedRank) -> tuple[str, 
 
 
 def _describe_held(values: Sequence[LoggedValue]) -> str | None:
-    """Return what was compared and held, as a sentence without its full stop; None if nothing was."""
+    """Return a sentence without its full stop that names the printed values that agree; None if there are none.
+
+    Args:
+        values: Logged values of which none differs. The sentence leaves out the names in `_EXACT`, such as the
+            learning rate.
+    """
     rounded = [value for value in values if value.name not in _EXACT]
     if not rounded:
         return None

@@ -122,7 +122,12 @@ class MetricsLine(LineFormat):
         return dict(self.metric.findall(text))
 
     def _parse_step(self, text: str, start: int) -> ParsedIteration | None:
-        """Return the step in a text that begins at `start` of its line; None without number or time."""
+        """Return the iteration that a text reports; None if it states no step number or no time.
+
+        Args:
+            text: The text of the iteration.
+            start: Index in the log line at which the text begins.
+        """
         step_number = (self.number or self.opening).search(text)
         numbers = self.numbers(text)
         times = [

@@ -35,7 +35,13 @@ def source_facts(measurement: PublishedMeasurement) -> dict[str, Any]:
 def _case_applies(
     case: Mapping[str, Any], measurement: PublishedMeasurement, release: float
 ) -> bool:
-    """Return True if a measurement meets all conditions of a case; `release` is that of its container."""
+    """Return True if a published measurement meets all conditions of a case of its source's facts.
+
+    Args:
+        case: The case. Conditions that it leaves out are met.
+        measurement: The published measurement.
+        release: Release of the container that the measurement used, such as 26.06; 0 if it is not known.
+    """
     # The last part of `gpt2.md@9e64ede:390` is a line of the page; some cases apply to a range of lines.
     line, (first, last) = measurement.where.rpartition(":")[2], case.get("lines", (0, 0))
     has_model = any(measurement.model.startswith(name) for name in case.get("model", [""]))

@@ -127,7 +127,7 @@ class Uncertainty:
         )
 
     def _interval_sentence(self, similar: TimeInterval) -> str:
-        """Return the interval of 80% and that of 95%."""
+        """Return a sentence with the intervals of the iteration time at 80% and at 95% probability."""
         inside, largest = (
             " to ".join(map(duration, similar.seconds(self.seconds, level))) for level in _LEVELS
         )

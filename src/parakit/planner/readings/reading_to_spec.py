@@ -98,9 +98,10 @@ class MeasuredRun:
                 yield replace(self, spec=run, unstated=())
 
     def _possible_micro_batches(self) -> list[int]:
-        """Return the stated micro batch, or if none is stated all that divide a data-parallel rank's samples.
+        """Return the micro batch sizes that the run may have had: only the stated size, if there is one.
 
-        At most _LARGEST_MICRO_BATCH samples are tried. Without a global batch, the micro batch is that of `spec`.
+        Without a stated size, return all sizes up to _LARGEST_MICRO_BATCH that divide the samples per data-parallel
+        rank and iteration. If the global batch is not known either, return only the size of `spec`.
         """
         global_batch = self.measurement.gbs
         if MICRO in self.unstated and global_batch:
@@ -309,8 +310,9 @@ def _choose_dispatcher(
 ) -> TokenDispatcher:
     """Return the token dispatcher with which a measured run sent tokens to experts.
 
-    It is the one that the source's facts name, unless they say that a token is sent only once to each rank. Then it is
-    HybridEP if the notes say so or if NVLink joins more devices than DeepEP supports, and else DeepEP.
+    If the source's facts state that a token is sent only once to each rank (`deduplicated`), the dispatcher is
+    HybridEP or DeepEP. It is HybridEP if the notes name it, or if NVLink joins more devices than DeepEP supports.
+    In all other cases, and if the notes begin with A2A, it is the dispatcher that the facts name.
     """
     if not source["deduplicated"] or measurement.notes.startswith("A2A"):
         return TokenDispatcher(source["dispatcher"])

@@ -54,7 +54,10 @@ CONSTANT_NAMES = tuple(field.name for field in fields(Constants))
 
 @cache
 def load_constants(generation: str, without: str = "") -> Constants:
-    """Return the constants of a generation; a generation that was never fitted borrows those that its entry names.
+    """Return the constants of a generation of devices.
+
+    The entry of a generation that was never fitted may name another generation (`borrows`). The constants of that
+    generation are then returned.
 
     Args:
         generation: Name of the generation, as in `Device.generation`.

@@ -352,7 +352,10 @@ def _compute_pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
 def _embedding_and_head_time(
     spec: RunSpec, cluster: Cluster
 ) -> tuple[MicroBatchSeconds, MicroBatchSeconds]:
-    """Return the times of the embedding, and of the output layer with the loss."""
+    """Return the times per micro batch of the embedding, and of the output layer with the loss.
+
+    Both include their collectives. The second also includes the embeddings of multi-token prediction.
+    """
     rate = _get_rates(spec, cluster)
     head_matmul, head_memory = head_seconds(spec, rate)
     batch = _call_seconds(spec, cluster, batch_collectives(spec, False, True, LATEST_MEGATRON))

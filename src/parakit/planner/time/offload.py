@@ -63,12 +63,15 @@ def _backward_wait_seconds(
 ) -> float:
     """Return the seconds that backward waits if the first `offloaded` of a rank's layers are on the host.
 
-    The copy of a layer starts when a layer begins whose place in memory becomes free.
+    Backward runs from the last layer to the first. Each layer that ends frees memory for one layer on the host. The
+    copy of the last layer that is still there then starts, while backward computes the next layer. Backward waits
+    before a layer whose copy has not ended. `offloaded` must be less than `layers`.
     """
     waited = stream_free_at = 0.0
     copy_ends: dict[int, float] = {}
     for num_done, layer in enumerate(reversed(range(layers))):
         begins_at = num_done * layer_seconds + waited
+        # The device holds `layers - offloaded` layers. Before the first one ends, no copy can start.
         coming = layer - (layers - 1 - offloaded)
         if 0 <= coming < offloaded:
             stream_free_at = max(stream_free_at, begins_at) + copy_seconds

@@ -236,11 +236,12 @@ def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
 
 
 def _attention_input_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
-    """Return the traffic between the projections and attention, forward and backward.
+    """Return the bytes that a rank moves between a layer's projections and attention, in forward and in backward.
 
-    It counts rotary positions, and taking queries, keys and values out of one tensor and putting their gradients into
-    one (`attention.py: get_query_key_value_tensors`). Models with learned positions and as many groups as heads need
-    neither with Transformer Engine, whose attention takes the three as one tensor; they give 0.
+    The bytes are for one micro batch. They are those of rotary positions, and of splitting one tensor into queries,
+    keys and values and joining their gradients again (`attention.py: get_query_key_value_tensors`). Both numbers are 0
+    for a layer without attention. They are also 0 with Transformer Engine if the model has learned positions and as
+    many groups as heads, because Transformer Engine's attention then takes the three as one tensor.
     """
     shape = spec.shape
     is_rotary = not shape.positions

@@ -168,7 +168,11 @@ def _why_devices_differ(reference: Run, other: Run) -> str:
 def _describe_model_doubt(
     reference: Run, other: Run, differences: Sequence[ModelDifference]
 ) -> str:
-    """Return how two models differ, or what a log does not state of its model; empty if neither."""
+    """Return a clause on known differences between two models.
+
+    Without known differences, return a clause on flags that a log does not state and that may differ; empty if
+    there are none either.
+    """
     known = [difference for difference in differences if difference.is_known]
     if known:
         return f"their models differ in {describe_differences(known)}"

@@ -207,7 +207,10 @@ def _split_by_success(runs: Sequence[Run], older: Sequence[Run]) -> list[Configu
 
 
 def _conditions_key(run: Run) -> tuple[object, ...]:
-    """Return code, Megatron, software and host of a run; empty for a foreign log."""
+    """Return a key that is equal for runs with the same code, Megatron, software and host.
+
+    The key is empty for a log without a run folder, which does not record them.
+    """
     if run.record is None:
         return ()
     code, host = identify_run(run.record).code, run.record.host

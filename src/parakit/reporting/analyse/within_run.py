@@ -298,9 +298,11 @@ def _find_periodic_slowness(
 
 
 def _describe_cause_of_period(run: Run, slow: Sequence[int], period: int) -> str:
-    """Return the event that slow iterations follow, else the argument with their period.
+    """Return why iterations are slow in every `period`-th iteration, as the end of a sentence.
 
-    If the log shows neither, the text says so.
+    The cause is a checkpoint or an evaluation, if more than half of the slow iterations are at one or directly after
+    one. Otherwise it is the first of Megatron's arguments in `_PERIODS` that is switched on and whose value is
+    `period`. If neither exists, the text reports that the log does not show the cause.
     """
     saved = {event.iteration for event in run.log.checkpoints}
     evaluated = {event.iteration for event in run.log.validation}

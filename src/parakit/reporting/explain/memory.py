@@ -249,7 +249,11 @@ def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterato
 
 
 def answer_sharding(subjects: Sequence[Subject]) -> str:
-    """Return the largest saving of peak memory by sharding in one sentence; empty without one."""
+    """Return a sentence on the row with the largest saving of peak memory by sharding.
+
+    The saving is relative to the row of the same split and batch without sharding, on rank 0. The text is empty if
+    no row has a saving.
+    """
     texts: dict[float, str] = {}
     for subject in subjects:
         plain = _find_unsharded(subject, subjects)

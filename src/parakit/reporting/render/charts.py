@@ -86,7 +86,10 @@ def _chart(
     entries: Sequence[Entry],
     limit: int,
 ) -> list[Chart]:
-    """Return the chart of the first `limit` rows; empty without rows."""
+    """Return a list of one chart, which `painter` draws for the first `limit` rows; empty without rows.
+
+    If rows are left out, a sentence added to `text` says so.
+    """
     if not entries:
         return []
     text = _limited(text, entries, limit)

@@ -73,7 +73,11 @@ class Plot:
 
 
 def build_plots(report: Report) -> list[Plot]:
-    """Return every picture with at least two points of a row, in the page's order."""
+    """Return the line plots of all metrics, in the page's order.
+
+    A plot is left out unless a row has at least two points in it. Of metrics that the kit does not know, the first
+    `_MAX_EXTRA_METRICS` are plotted.
+    """
     entries = report.entries
     known = [entry.time_ms for entry in entries if entry.time_ms]
     # If times differ widely, each row is drawn relative to its median, or one axis would flatten some rows.
