@@ -71,7 +71,10 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ("--model gpt2-large --gpus 2 --tokens -5", "-5 is not a number above 0"),
         ("--model gpt2-large --gpus 2 --tokens nan", "nan is not a number above 0"),
         ("--model gpt2-large --gpus 2 --verify -1", "-1 is not a whole number from 0 to 10"),
-        ("--model gpt2-large --gpus 2 --svg /no/dir/x.svg", "the folder /no/dir does not exist; make it"),
+        (
+            "--model gpt2-large --gpus 2 --svg /no/dir/x.svg",
+            "the folder /no/dir does not exist; make it",
+        ),
         ("--model gpt2-large --gpus 2 --svg /", "/ is a folder; name a file in it; see"),
         ("dryrun --model gpt2-large --tensor 0", "0 is not a whole number above 0"),
         ("schedules --pipeline 1000000", "use at most 100,000"),

@@ -176,7 +176,7 @@ def test_a_pattern_over_pp_or_cp_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_a_block_that_no_formula_knows_is_refused_with_those_that_are(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"has the block 'X', .*; use blocks of M \* - E / G"):
+    with pytest.raises(ValueError, match=r"has the unknown block 'X'; use blocks of M \* - E / G"):
         planned(tmp_path / "own.args", "--extra", "--hybrid-layer-pattern M*X-")
     with pytest.raises(ValueError, match=r"linear attention \(G\), .*; use blocks of M \* - E /"):
         planned(tmp_path / "own.args", "--extra", "--hybrid-layer-pattern M*G-")

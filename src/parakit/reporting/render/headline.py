@@ -148,7 +148,9 @@ def _describe_none_faster(members: Sequence[Entry]) -> str:
     if len(compared) == 1:
         subject = f"The other row is not faster{per_device}"
     else:
-        subject = f"None of the {len(compared)} other rows whose speed is compared is faster{per_device}"
+        subject = (
+            f"None of the {len(compared)} other rows whose speed is compared is faster{per_device}"
+        )
     return f"{subject} than {reference.label} ({number(reference.time_ms)} ms per iteration): {result}."
 
 
