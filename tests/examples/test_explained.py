@@ -85,4 +85,4 @@ def test_every_question_is_answered_for_the_eight(explanation: Explanation) -> N
     text = " ".join(sentence for topic in explanation.topics for sentence in topic.sentences)
     assert "for this rank it has 1,111,564 bytes, measured are 1,111,564." in text
     assert "Not attributed" not in text
-    assert "Nothing is moved to the host." in text
+    assert "and dropout masks, are split over 2 ranks. The final norm alone: " in text
