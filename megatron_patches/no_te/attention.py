@@ -239,8 +239,9 @@ def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             it should end at documents and gets no mask.
     """
     hidden: Tensor | None = args[0] if args else kwargs.get("attention_mask")
+    ends_at_documents = _ends_at_documents()
     # Later pipeline stages get no mask, so they could not end attention at documents.
-    lacks_mask = _ends_at_documents() and hidden is None
+    lacks_mask = ends_at_documents and hidden is None
     if not _is_causal(attention) or lacks_mask or has_bias_or_packing(args, kwargs):
         raise NotImplementedError(
             f"Context parallelism without Transformer Engine knows plain causal attention, not "
@@ -248,7 +249,7 @@ def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             f"'{getattr(attention.config, 'softmax_type', 'vanilla')}', no bias, no packed sequences, "
             "and --reset-attention-mask only where a mask is given."
         )
-    return hidden if _ends_at_documents() else None
+    return hidden if ends_at_documents else None
 
 
 @wrap_original
