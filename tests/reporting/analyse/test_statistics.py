@@ -6,11 +6,13 @@ import pytest
 from parakit.reporting.analyse.resampling import block_length, order_statistics_interval
 from parakit.reporting.analyse.statistics import (
     ON_CPU_RANKS,
+    ON_GPUS,
     IntervalMethod,
     Scatter,
     TimeVerdict,
     adjust_verdicts,
     compare_times,
+    estimate_from_medians,
     estimate_time,
     smallest_visible_difference,
     student_quantile,
@@ -69,8 +71,8 @@ def test_equal_samples_give_their_value_exactly():
     found = estimate_time([[7.5] * 30])
     assert found is not None
     assert (found.median, found.spread) == (7.5, 0.0)
-    # One run does not show the scatter between runs: 2% is assumed.
-    assert (found.low, found.high) == pytest.approx((7.5 * 0.9608, 7.5 * 1.0392))
+    # One run does not show the scatter between runs: 2% is assumed, with the quantile of three degrees.
+    assert (found.low, found.high) == pytest.approx((7.022633, 7.977367))
 
 
 def test_the_same_samples_give_the_same_interval():
@@ -135,21 +137,21 @@ def known(*runs, **options):
     return found
 
 
-@pytest.mark.parametrize(("percent", "verdict"), [(3, TimeVerdict.NOISE), (8, TimeVerdict.SLOWER)])
+@pytest.mark.parametrize(("percent", "verdict"), [(3, TimeVerdict.NOISE), (12, TimeVerdict.SLOWER)])
 def test_one_run_each_calls_only_what_runs_do_not_scatter_by(percent, verdict):
     found = compare_times(known(run(100, 0.005)), known(run(100 + percent, 0.005, seed=1)))
     assert found.verdict is verdict
-    assert found.smallest == pytest.approx(0.057, abs=0.002)
+    assert found.smallest == pytest.approx(0.094, abs=0.002)
 
 
 def test_faster_is_called_too():
     found = compare_times(known(run(100, 0.005)), known(run(90, 0.005, seed=1)))
     assert found.verdict is TimeVerdict.FASTER
-    assert found.low < 0.9 < found.high < 0.96
+    assert found.low < 0.9 < found.high < 0.99
 
 
 def test_on_cpu_ranks_runs_are_known_to_scatter_more():
-    one, two = ([run(level, 0.005)] for level in (100, 110))
+    one, two = ([run(level, 0.005)] for level in (100, 115))
     assert compare_times(known(*one), known(*two)).verdict is TimeVerdict.SLOWER
     on_cpu = (known(*side, scatter=ON_CPU_RANKS) for side in (one, two))
     assert compare_times(*on_cpu).verdict is TimeVerdict.NOISE
@@ -174,6 +176,61 @@ def test_at_most_six_percent_of_equal_configurations_are_called_different(betwee
         one, two = (known(*repeats(100, between, count, generator)) for _ in range(2))
         false += compare_times(one, two).verdict is not TimeVerdict.NOISE
     assert false <= 0.06 * pairs
+
+
+def estimate_of_drawn_runs(runs, between, generator):
+    """Return the estimate of so many runs of a true time of 100 with this scatter and little noise within."""
+    medians = (100 * (1 + between * generator.standard_normal(runs))).tolist()
+    within = [(median * 0.999, median * 1.001) for median in medians]
+    counts = (100 * runs, runs, 0.005)
+    return estimate_from_medians(medians, within, ON_GPUS, counts, IntervalMethod.BOOTSTRAP)
+
+
+SIDES = [(runs, between) for runs in (1, 2, 3, 5) for between in (0.003, 0.01, 0.03)]
+
+
+@pytest.fixture(scope="module")
+def drawn_estimates():
+    generator = np.random.default_rng(64)
+    return {
+        side: [[estimate_of_drawn_runs(*side, generator) for _ in range(1500)] for _ in range(2)]
+        for side in SIDES
+    }
+
+
+@pytest.mark.parametrize(("index", "side"), list(enumerate(SIDES)))
+def test_equal_times_get_at_most_six_percent_of_verdicts_whatever_the_other_side_is(
+    index, side, drawn_estimates
+):
+    estimates, _ = drawn_estimates[side]
+    rates = {}
+    for other_side in SIDES[index:]:
+        _, others = drawn_estimates[other_side]
+        verdicts = [compare_times(*pair).verdict for pair in zip(estimates, others, strict=True)]
+        rates[other_side] = sum(verdict.is_clear for verdict in verdicts) / len(verdicts)
+    assert {side: rate for side, rate in rates.items() if rate > 0.06} == {}
+
+
+def test_a_single_run_scatters_at_least_as_much_as_the_runs_beside_it():
+    single = known(run(106, 0.001))
+    calm = known(*(run(level, 0.001) for level in (99.9, 100, 100.1)))
+    wild = known(*(run(level, 0.001) for level in (94, 100, 106)))
+    assert compare_times(wild, single).smallest > 2 * compare_times(calm, single).smallest
+    assert compare_times(wild, known(run(120, 0.001))).verdict is TimeVerdict.NOISE
+
+
+def test_one_noisy_run_against_several_is_undecidable():
+    several = known(*(run(level, 0.001) for level in (99.9, 100, 100.1, 100.05)))
+    for single in (run(104, 0.001), run(101, 0.2)):
+        compared = compare_times(several, known(single))
+        assert (compared.verdict.is_clear, compared.is_undecidable) == (False, True)
+        assert compared.outcome == "undecidable with a single run"
+    # A small difference is within noise, and a large one is decided.
+    assert not compare_times(several, known(run(100.1, 0.001))).is_undecidable
+    assert compare_times(several, known(run(112, 0.001))).verdict is TimeVerdict.SLOWER
+    # Two single runs, or two sides with repeats, are no such case.
+    assert not compare_times(known(run(100, 0.001)), known(run(104, 0.001))).is_undecidable
+    assert not compare_times(several, several).is_undecidable
 
 
 def test_uneven_numbers_of_runs_hold_the_promise_too():
@@ -208,7 +265,8 @@ def test_among_many_equal_rows_hardly_ever_one_is_called_faster():
     generator = np.random.default_rng(8)
     called = {"alone": 0, "together": 0}
     for _ in range(60):
-        reference, *others = (known(*repeats(100, 0.02, 1, generator)) for _ in range(16))
+        # Single runs that scatter by more than is assumed get a wrong verdict in 3.4% of pairs.
+        reference, *others = (known(*repeats(100, 0.03, 1, generator)) for _ in range(16))
         found = [compare_times(reference, other) for other in others]
         called["alone"] += any(each.verdict.is_clear for each in found)
         called["together"] += any(each.verdict.is_clear for each in adjust_verdicts(found))
@@ -217,13 +275,13 @@ def test_among_many_equal_rows_hardly_ever_one_is_called_faster():
 
 def test_a_verdict_among_others_says_so_and_a_large_one_stays():
     reference = known(run(100, 0.001))
-    levels = (94, 106.2, 130)
+    levels = (90.5, 110, 140)
     found = adjust_verdicts(
         [compare_times(reference, known(run(level, 0.001))) for level in levels]
     )
     assert [each.verdict for each in found] == [*2 * [TimeVerdict.NOISE], TimeVerdict.SLOWER]
     assert [each.among for each in found] == [3, 3, 0]
-    alone = compare_times(reference, known(run(94, 0.001)))
+    alone = compare_times(reference, known(run(90.5, 0.001)))
     assert adjust_verdicts([alone]) == [alone]
 
 
@@ -237,7 +295,7 @@ def test_three_quiet_runs_see_what_one_run_each_cannot():
 
 
 def test_the_lost_power_is_a_number():
-    assert smallest_visible_difference(1, 0.011) == pytest.approx(0.031, abs=0.001)
+    assert smallest_visible_difference(1, 0.011) == pytest.approx(0.0508, abs=0.001)
     assert smallest_visible_difference(3, 0.005) == pytest.approx(0.0114, abs=0.0001)
 
 

@@ -148,7 +148,7 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
         interval = f" (95%: {describe_ratio_interval(comparison.low, comparison.high)})"
     text = (
         f"{estimate.median:.1f} ms, was {earlier.median:.1f} ms:"
-        f" {describe_ratio(comparison.ratio)}{interval}, {comparison.verdict}"
+        f" {describe_ratio(comparison.ratio)}{interval}, {comparison.outcome}"
     )
     if comparison.verdict is TimeVerdict.SLOWER:
         return [Change(name, REGRESSION, text)]

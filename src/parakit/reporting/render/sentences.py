@@ -360,7 +360,10 @@ def _verdict_text(
     if comparison.per_device_token:
         unit = "device time per token"
     if judged.verdict is TimeVerdict.NOISE:
-        text = f"{entry.label} is within noise of {reference.label}: {describe_ratio(judged.ratio)}"
+        verdict = "is within noise of"
+        if judged.is_undecidable:
+            verdict = "cannot be told from"
+        text = f"{entry.label} {verdict} {reference.label}: {describe_ratio(judged.ratio)}"
         text += f" {unit}{_describe_interval(judged)}"
     else:
         text = f"{entry.label} {describe_time_ratio(judged, unit, reference.label)}"
@@ -370,6 +373,8 @@ def _verdict_text(
         text += f"; alone that would be a difference, among {judged.among} comparisons it is none (Holm)"
     elif judged.verdict is TimeVerdict.NOISE and judged.resolution:
         text += f"; {judged.resolution}"
+    if judged.is_undecidable:
+        text += "; undecidable with a single run on one side: repeat it"
     return text
 
 

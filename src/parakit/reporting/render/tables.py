@@ -31,7 +31,7 @@ def format_ratio(comparison: TimeComparison) -> str:
     ratio = describe_ratio(comparison.ratio)
     if comparison.verdict.is_clear:
         return ratio
-    return f"{comparison.verdict} ({ratio})"
+    return f"{comparison.outcome} ({ratio})"
 
 
 def format_speed(entry: Entry) -> str:
