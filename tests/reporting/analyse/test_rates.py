@@ -5,11 +5,13 @@ import pytest
 from parakit.artifacts.run import HostRecord
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import Batch
+from parakit.config.strategy import Batch, Parallelism
 from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.entry import build_entries_from_folders
 from parakit.reporting.analyse.rates import compute_rates
+from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.results import RESULTS
+from parakit.reporting.render.sentences import write_sentences
 from tests.reporting.factory import changed, log_text, run_record, write_run
 
 LARGE = load_model("gpt2-large")
@@ -82,6 +84,49 @@ def test_megatrons_own_count_is_checked(tmp_path):
     other = text.replace("437.2 |", "437.2 | throughput per GPU (TFLOP/s/GPU): 350.0 |")
     (note,) = rates(tmp_path, published_dp2(run="b"), log=other).notes
     assert note.startswith("FLOPs differ from Megatron's own count by +5.3%")
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_named"), [(1.0, False), (1.01, False), (1.12, True), (0.65, True)]
+)
+def test_a_slow_run_is_checked_against_megatrons_count_too(tmp_path, factor, is_named):
+    """Below 20 TFLOP/s the printed decimal hides a difference of 1%, and none of 12 to 35%."""
+    milliseconds = 437.2 * 40
+    printed = f"{368.5 / 40 * factor:.1f}"
+    text = log_text([milliseconds] * 30).replace(
+        f"{milliseconds:.1f} |",
+        f"{milliseconds:.1f} | throughput per GPU (TFLOP/s/GPU): {printed} |",
+    )
+    found = rates(tmp_path, published_dp2(), ms=milliseconds, log=text)
+    assert any(note.startswith("FLOPs differ from Megatron's") for note in found.notes) == is_named
+    assert (found.printed_over_counted is not None) == is_named
+
+
+def test_tflops_of_a_model_with_other_parameters_than_printed_are_doubtful(tmp_path):
+    for name, printed in (("a", 774_090_240), ("b", 774_090_241), ("c", 355_919_872)):
+        write_run(tmp_path, published_dp2(run=name), log_text([437.2] * 30, parameters=printed))
+    rows = build_entries_from_folders([[tmp_path / name] for name in "abc"])
+    doubts = [bool(row.rates.model_doubt) for row in rows]
+    assert doubts == [False, True, True]
+    notes = next(column for column in RESULTS if column.name == "notes")
+    assert "TFLOP/s are doubtful: a rank prints 355,919,872" in notes.value(rows[2])
+    report = Report("r", "now", tuple(rows))
+    sentences = [text for text in write_sentences(report) if "doubtful" in text]
+    assert [text.split(" are")[0] for text in sentences] == ["TFLOP/s of b", "TFLOP/s of c"]
+
+
+def test_parameters_of_a_pipeline_rank_are_compared_with_its_stage(tmp_path):
+    split = Parallelism(pipeline=2)
+    argv = (*LARGE.flags, "--pipeline-model-parallel-size", "2")
+    record = published_dp2(parallelism=split, strategy="pp2", argv=argv)
+    first = log_text([437.2] * 30, parameters=419_893_760)
+    last = " > number of parameters on (tensor, pipeline) model parallel rank (0, 1): {}\n"
+    doubts = []
+    for name, printed in (("a", 418_585_600), ("b", 418_585_601)):
+        folder = write_run(tmp_path, replace(record, run=name), last.format(printed) + first)
+        doubts.append(compute_rates(load_folder(folder), 437.2).model_doubt)
+    assert doubts[0] == ""
+    assert doubts[1] == "a rank prints 418,585,601 and the model of the arguments has 418,585,600"
 
 
 def with_variant(run, variant):

@@ -8,14 +8,16 @@ import numpy as np
 
 from parakit.config.hardware import find_device
 from parakit.config.model import GATED_DELTA_NET
-from parakit.config.run import RunSpec
-from parakit.costs import model_flops, token_flops
+from parakit.config.run import Backend, RunSpec
+from parakit.costs import UnevenSplitError, model_flops, rank_parameters, token_flops
 from parakit.logs import Run
 
 DISAGREEMENT = 0.01
 """Relative difference to Megatron's own count of FLOPs from which on a note names it."""
-_MIN_THROUGHPUT = 20.0
-"""TFLOP/s below which Megatron's one printed decimal hides a difference of 1%."""
+_PRINTED_ROUNDING = 0.05
+"""Largest rounding error of a printed throughput in TFLOP/s: Megatron prints one decimal."""
+_MAX_ROUNDING = 0.0025
+"""Relative rounding error up to which the ratio of both counts is given although they agree."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Rates:
     """Median of the TFLOP/s that Megatron printed."""
     printed_over_counted: float | None = None
     """FLOPs per iteration by Megatron's count over this count; None if Megatron's rounding hides it."""
+    model_doubt: str = ""
+    """Text that the log prints other parameters than the model has, so that FLOPs are doubtful; else empty."""
     formulas: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -53,7 +57,9 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
         tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
         tokens_per_second = 1000 * tokens / iteration_ms if iteration_ms and tokens else None
         return Rates(
-            tokens_per_second=tokens_per_second, printed_tflops_per_device=printed.tflops_per_device
+            tokens_per_second=tokens_per_second,
+            printed_tflops_per_device=printed.tflops_per_device,
+            model_doubt=why_parameters_differ(run),
         )
     seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length
@@ -63,6 +69,7 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
         tokens_per_second=tokens_per_second,
         tokens_per_second_per_device=tokens_per_second / devices,
         printed_tflops_per_device=printed.tflops_per_device,
+        model_doubt=why_parameters_differ(run),
         formulas=(formula,),
     )
     if not spec.shape.vocabulary:
@@ -71,13 +78,42 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
     return _add_flops(rates, run, spec, seconds=seconds, printed=printed)
 
 
+def why_parameters_differ(run: Run) -> str:
+    """Return that a rank printed another number of parameters than the model of the arguments has.
+
+    Empty if the numbers agree or cannot be compared: experts split over ranks and unusual attention are not.
+    """
+    spec = run.spec
+    if spec is None or spec.backend != Backend.MEGATRON or spec.parallelism.expert > 1:
+        return ""
+    if not spec.shape.vocabulary or attention_variant(run):
+        return ""
+    printed_by_stage: dict[int, set[int]] = {}
+    for count in run.log.parameters:
+        printed_by_stage.setdefault(count.pipeline_rank, set()).add(count.parameters)
+    for stage, printed in printed_by_stage.items():
+        if stage >= spec.parallelism.pipeline:
+            return (
+                f"pipeline rank {stage} prints its parameters, and the arguments have no such rank"
+            )
+        try:
+            counted = rank_parameters(spec, stage).total
+        except UnevenSplitError:
+            return ""
+        if counted not in printed and len(printed) == 1:
+            return f"a rank prints {printed.pop():,} and the model of the arguments has {counted:,}"
+    return ""
+
+
 @dataclass(frozen=True)
 class _PrintedThroughput:
     """Throughput that Megatron printed."""
 
     tflops_per_device: float | None
-    flops_per_device_iteration: float | None
-    """FLOPs per device and iteration from which it follows; None if rounding hides a difference of 1%."""
+    flops_per_device_iteration: float | None = None
+    """FLOPs per device and iteration from which it follows; None without times."""
+    rounding: float = 0.0
+    """Largest relative rounding error of the printed numbers."""
 
 
 def _printed_throughput(run: Run) -> _PrintedThroughput:
@@ -85,10 +121,16 @@ def _printed_throughput(run: Run) -> _PrintedThroughput:
     lines = run.log.iterations
     rates, times = lines.values("throughput_tflops_per_gpu"), lines.values("elapsed_ms")
     known = (rates > 0) & ~lines.known("averaged")
-    exact = known & (rates >= _MIN_THROUGHPUT) & (times > 0)
+    if not known.any():
+        return _PrintedThroughput(None)
+    median_rate = float(np.median(rates[known]))
+    timed = known & (times > 0)
+    if not timed.any():
+        return _PrintedThroughput(median_rate)
     return _PrintedThroughput(
-        float(np.median(rates[known])) if known.any() else None,
-        float(np.median(rates[exact] * times[exact] * 1e9)) if exact.any() else None,
+        median_rate,
+        flops_per_device_iteration=float(np.median(rates[timed] * times[timed] * 1e9)),
+        rounding=_PRINTED_ROUNDING / median_rate,
     )
 
 
@@ -111,6 +153,9 @@ def _add_flops(
     megatron_flops = None
     if printed.flops_per_device_iteration is not None:
         megatron_flops = printed.flops_per_device_iteration * devices
+        differ = abs(flops / megatron_flops - 1) > DISAGREEMENT + printed.rounding
+        if not differ and printed.rounding > _MAX_ROUNDING:
+            megatron_flops = None
     return replace(
         rates,
         printed_over_counted=megatron_flops / flops if megatron_flops else None,

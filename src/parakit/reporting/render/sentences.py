@@ -60,6 +60,12 @@ def write_sentences(report: Report) -> list[str]:
     ]
     texts += _limit_sentences(within, "changes within runs are in the notes of their rows.")
     texts += _power_sentences(report)
+    doubts = [
+        f"TFLOP/s of {entry.label} are doubtful: {entry.rates.model_doubt}."
+        for entry in entries
+        if entry.rates.model_doubt and entry.rates.model_tflops_per_device is not None
+    ]
+    texts += _limit_sentences(doubts, "rows with doubtful TFLOP/s have it in their notes.")
     texts += [
         f"Repeats of {entry.label} disagree: {describe_disagreement(entry)}."
         for entry in entries
