@@ -117,6 +117,13 @@ def named_logs(word: str) -> list[tuple[Path, str]]:
     # A path may hold "=", too.
     if not is_named or "/" in name or Path(word).exists():
         return [(path, "") for path in _matching(word)]
+    # A name may hold it as well, such as the label `lr=1e-3`: its paths exist.
+    parts = word.split("=")
+    for end in range(len(parts) - 1, 1, -1):
+        candidate = "=".join(parts[end:])
+        if all(Path(path).exists() for path in candidate.split(",")):
+            name, paths = "=".join(parts[:end]), candidate
+            break
     return [(path, name) for part in filter(None, paths.split(",")) for path in _matching(part)]
 
 

@@ -469,6 +469,7 @@ def _parity_sentences(report: Report) -> list[str]:
     texts = [held] if held else []
     texts += broken_parity_sentences(report)
     texts += unjudged_parity_sentences(report)
+    texts += _last_loss_sentences(report)
     for entry in report.entries:
         if entry.parity.repeats_differ:
             texts.append(f"{entry.label}: {entry.parity.repeats_differ}.")
@@ -481,6 +482,22 @@ def _parity_sentences(report: Report) -> list[str]:
             f"Losses of {join_first_names(labels)} are not compared with baseline: {reason}."
         )
     return texts
+
+
+def _last_loss_sentences(report: Report) -> list[str]:
+    """Return the losses of rows that did the same work as their reference, and need not agree with it."""
+    texts = []
+    for entry in report.entries:
+        losses = entry.parity.last_losses
+        if losses is None:
+            continue
+        reference = _name_references([entry], report)
+        texts.append(
+            f"After {plural(losses.iteration, 'iteration')} the loss of {entry.label} is"
+            f" {losses.loss:.3f}, against {losses.reference_loss:.3f} of {reference}"
+            f" ({entry.parity.reason})."
+        )
+    return _limit_sentences(texts, "losses of other settings are in results.json.")
 
 
 def held_parity_sentence(report: Report) -> str:
