@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from parakit.logs.dialects import ParsedIteration, load_dialects
 from parakit.logs.failures import ErrorCollector
-from parakit.logs.iterations import Columns, TableBuilder
+from parakit.logs.iterations import Columns, Iteration, TableBuilder
 from parakit.logs.lines import make_printable
 from parakit.logs.scraped import (
     ArgumentList,
@@ -25,6 +25,7 @@ from parakit.logs.scraped import (
     MoreArgument,
     NumbersAhead,
     ParameterCount,
+    PrintedArgument,
     Remark,
     ScrapedLog,
     TheoreticalMemory,
@@ -50,6 +51,7 @@ _KEYS: dict[type[Any], Callable[[Any], Any]] = {
     Ending: lambda _: "",
     TheoreticalParameters: lambda parameters: parameters.label,
     MoreArgument: lambda argument: argument.name,
+    PrintedArgument: lambda argument: argument.name,
 }
 """Functions that return the key of a fact. Of facts with one key the last counts; other kinds have no key."""
 
@@ -82,6 +84,8 @@ class RunBuilder:
         self._listed: dict[str, str] = {}
         self._ahead: NumbersAhead | None = None
         self._stored_ahead: dict[str, Any] = {}
+        self._are_numbered = False
+        """True if an iteration without a number of its own got the number of an earlier line."""
         self._trainer: str | None = None
         self._errors = ErrorCollector()
         self._overflow = False
@@ -119,10 +123,29 @@ class RunBuilder:
         completed = None
         if self._ahead:
             completed = self._ahead.complete(line, self._listed, self._stored_ahead)
+        if line.by_order:
+            self._ahead = None
+            return self._number_by_order(line, completed)
         if completed is None and line.at_ms is None:
             return line
         self._ahead = None
         return line._replace(iteration=completed) if completed else None
+
+    def _number_by_order(
+        self, line: ParsedIteration, completed: Iteration | None
+    ) -> ParsedIteration | None:
+        """Return an iteration that has no number of its own with the number of an earlier line, else with the next one.
+
+        None means that earlier iterations got their numbers from lines before them and this one has none.
+        """
+        if completed is not None:
+            self._are_numbered = True
+            return line._replace(iteration=completed)
+        if self._are_numbered:
+            return None
+        last = self.iterations.last
+        number = last.iteration + 1 if last else 1
+        return line._replace(iteration=msgspec.structs.replace(line.iteration, iteration=number))
 
     def add_iteration(self, line: ParsedIteration, log_line: int) -> None:
         """Store an iteration. Of iterations with one number the last counts.
@@ -190,22 +213,25 @@ class RunBuilder:
                     self._trainer = f"{trainer}, of which no iteration is read: {reason}"
                     break
 
-    def build(self, path: str, part: int, parts: int) -> ScrapedLog:
+    def build(self, path: str, part: int, parts: int, notes: Sequence[str] = ()) -> ScrapedLog:
         """Return everything that was stored of the run.
 
         `path` is the log's path, `part` the run's number in the log, and `parts` the number of runs.
+        `notes` are added to the run's own notes.
         """
         iterations, replaced = self.iterations.build()
         iterations = iterations.derive_times()
-        notes = [
+        all_notes = [
             f"restarted at iteration {first}; of repeated iterations the later line counts"
             for first in self._restarts[:20]
         ]
         if self._overflow:
-            notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
+            all_notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
         # Arguments outside of the list count only if there is a list.
         more_arguments = {fact.name: fact.value for fact in self._list_facts(MoreArgument)}
-        arguments = self._listed | more_arguments if self._listed else {}
+        arguments = {fact.name: fact.value for fact in self._list_facts(PrintedArgument)}
+        if self._listed:
+            arguments |= self._listed | more_arguments
         printed_interval = arguments.get("log_interval", "")
         intervals = Counter(np.diff(iterations.numbers[:1000]).tolist())
         usual_interval = intervals.most_common(1)[0][0] if intervals else None
@@ -236,7 +262,7 @@ class RunBuilder:
             exit_reason=next((fact.reason for fact in self._list_facts(Ending)), None),
             trace=self._errors.trace(),
             first_seen=self._first_seen,
-            notes=tuple(notes),
+            notes=(*all_notes, *notes),
         )
 
     def _take_fact(self, fact: Fact) -> None:

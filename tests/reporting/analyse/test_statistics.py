@@ -102,7 +102,7 @@ def test_interval_holds_the_true_median_nearly_as_often_as_promised(phi):
 
 
 def width(samples):
-    found = estimate_time([samples], scatter=Scatter(0.0, 0.0, "none"))
+    found = estimate_time([samples], scatter=Scatter(0.0, 0.0, "none", degrees_of_freedom=3))
     assert found is not None
     assert found.low < found.median < found.high
     return found.high - found.low
@@ -295,8 +295,8 @@ def test_three_quiet_runs_see_what_one_run_each_cannot():
 
 
 def test_the_lost_power_is_a_number():
-    assert smallest_visible_difference(1, 0.011) == pytest.approx(0.0508, abs=0.001)
-    assert smallest_visible_difference(3, 0.005) == pytest.approx(0.0114, abs=0.0001)
+    assert smallest_visible_difference(1, 0.011, 3) == pytest.approx(0.0508, abs=0.001)
+    assert smallest_visible_difference(3, 0.005, 3) == pytest.approx(0.0114, abs=0.0001)
 
 
 def test_interval_of_three_runs_is_students():

@@ -10,7 +10,7 @@ from parakit.config.hardware import find_device
 from parakit.config.model import GATED_DELTA_NET
 from parakit.config.run import Backend, RunSpec
 from parakit.costs import UnevenSplitError, model_flops, rank_parameters, token_flops
-from parakit.logs import Run
+from parakit.logs import PRINTED_TOKENS_PER_DEVICE, PRINTED_TOKENS_PER_SECOND, Run
 
 DISAGREEMENT = 0.01
 """Relative difference to Megatron's own count of FLOPs from which on a note names it."""
@@ -56,8 +56,14 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
     if not iteration_ms or spec is None or not spec.tokens_per_iteration:
         tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
         tokens_per_second = 1000 * tokens / iteration_ms if iteration_ms and tokens else None
+        per_device = None
+        if tokens_per_second and run.num_devices:
+            per_device = tokens_per_second / run.num_devices
         return Rates(
-            tokens_per_second=tokens_per_second,
+            tokens_per_second=tokens_per_second or _printed_median(run, PRINTED_TOKENS_PER_SECOND),
+            tokens_per_second_per_device=(
+                per_device or _printed_median(run, PRINTED_TOKENS_PER_DEVICE)
+            ),
             printed_tflops_per_device=printed.tflops_per_device,
             model_doubt=why_parameters_differ(run),
         )
@@ -76,6 +82,14 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
         note = "no FLOPs and no parameters in total: the log does not state the vocabulary"
         return replace(rates, notes=(note,))
     return _add_flops(rates, run, spec, seconds=seconds, printed=printed)
+
+
+def _printed_median(run: Run, name: str) -> float | None:
+    """Return the median of a throughput that a trainer prints, without the first line; None if it prints none."""
+    lines = run.log.iterations
+    values = lines.values(name)
+    usable = (values > 0) & np.isfinite(values) & ~lines.known("first_of_start")
+    return float(np.median(values[usable])) if usable.any() else None
 
 
 def why_parameters_differ(run: Run) -> str:

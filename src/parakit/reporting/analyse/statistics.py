@@ -3,7 +3,7 @@
 An interval holds two kinds of scatter. Within a run: a block bootstrap with a block length from the samples'
 autocorrelation (Politis & White 2004), order statistics for 6 to 19 samples, and no interval for fewer.
 Between runs: Student's t over the runs' medians from three runs on; for fewer runs, a scatter that is known of
-other repeats is assumed (`Scatter`), with the quantile of ASSUMED_FREEDOM degrees of freedom. A single run is
+other repeats is assumed (`Scatter`), with the quantile of its degrees of freedom. A single run is
 assumed to scatter at least as much as the runs with which it is compared.
 """
 
@@ -27,10 +27,6 @@ from parakit.reporting.analyse.resampling import (
 MIN_FOR_INTERVAL = 6
 REPEATS_FOR_TRUST = 3
 """Number of runs from which on their own scatter is used instead of an assumed one."""
-ASSUMED_FREEDOM = 3
-"""Degrees of freedom of an assumed scatter, which is no measurement of these runs.
-
-With 4, single GPU runs that scatter by 3% get 6.6% false verdicts against one another; with 3 they get 3.4%."""
 
 _STUDENT = (
     *(12.7062, 4.30265, 3.18245, 2.77645, 2.57058, 2.44691, 2.36462, 2.306, 2.26216, 2.22814),
@@ -49,13 +45,24 @@ class Scatter:
     """Scatter of usual repeats."""
     source: str
     """Measurements on which both rest, as text for a sentence."""
+    degrees_of_freedom: int
+    """Degrees of freedom of the assumed scatter, which is no measurement of the runs that are compared."""
 
 
 ON_GPUS = Scatter(
-    0.02, 0.006, "57 published repeats on GPUs scatter by 0.04 to 1.7%, half of them by under 0.6%"
+    0.02,
+    0.006,
+    "57 published repeats on GPUs scatter by 0.04 to 1.7%, half of them by under 0.6%",
+    degrees_of_freedom=3,
 )
+"""Scatter of repeats on GPUs. Single runs that scatter by 3% get 3.4% false verdicts against one another.
+
+With four degrees of freedom they would get 6.6%."""
 ON_CPU_RANKS = Scatter(
-    0.055, 0.055, "the kit's own repeats on CPU ranks that shared two cores scatter by up to 5.5%"
+    0.055,
+    0.055,
+    "the kit's own repeats on CPU ranks that shared two cores scatter by up to 5.5%",
+    degrees_of_freedom=10,
 )
 """Scatter of pp2 of gpt2-tiny: 349 and 323 ms (`tests/golden/runs` and its repeat)."""
 
@@ -236,7 +243,7 @@ def estimate_from_medians(
     squares = [((high - low) / 2 / NORMAL / middle) ** 2 for low, high in within]
     within_error = math.sqrt(sum(squares) / count)
     degrees_of_freedom, assumed = None, max(scatter.assumed, between or 0.0)
-    quantile = student_quantile(ASSUMED_FREEDOM)
+    quantile = student_quantile(scatter.degrees_of_freedom)
     if between is not None and count >= REPEATS_FOR_TRUST:
         error, degrees_of_freedom = max(between, within_error) / math.sqrt(count), count - 1
         half_width = student_quantile(degrees_of_freedom) * error * middle
@@ -317,14 +324,15 @@ def adjust_verdicts(comparisons: Sequence[TimeComparison]) -> list[TimeCompariso
     return result
 
 
-def smallest_visible_difference(runs: int, scatter: float) -> float:
+def smallest_visible_difference(runs: int, scatter: float, assumed_freedom: int) -> float:
     """Return the relative difference that so many runs per side just show.
 
     Args:
         runs: Number of runs per side.
         scatter: Relative standard deviation between runs.
+        assumed_freedom: Degrees of freedom of this scatter if the runs are too few to show their own.
     """
-    freedom = 2 * runs - 2 if runs >= REPEATS_FOR_TRUST else ASSUMED_FREEDOM
+    freedom = 2 * runs - 2 if runs >= REPEATS_FOR_TRUST else assumed_freedom
     factor = student_quantile(freedom)
     return math.expm1(factor * scatter * math.sqrt(2 / runs))
 
@@ -399,7 +407,7 @@ def _log_distances(estimate: Estimate, compared: Estimate) -> tuple[float, float
     shown = compared.scatter_between_runs or 0.0
     if not estimate.is_single_run or shown <= estimate.scatter.assumed:
         return low, high
-    quantile = student_quantile(ASSUMED_FREEDOM)
+    quantile = student_quantile(estimate.scatter.degrees_of_freedom)
     added = quantile * math.sqrt(shown**2 - estimate.scatter.assumed**2)
     return math.hypot(low, added), math.hypot(high, added)
 

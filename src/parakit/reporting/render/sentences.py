@@ -208,8 +208,9 @@ def _power_sentences(report: Report) -> list[str]:
         )
     scatters = [e.scatter for e in estimates if e.degrees_of_freedom is None]
     for scatter in dict.fromkeys(scatters):
-        with_one_run = smallest_visible_difference(1, scatter.assumed)
-        with_three_runs = smallest_visible_difference(3, scatter.typical)
+        freedom = scatter.degrees_of_freedom
+        with_one_run = smallest_visible_difference(1, scatter.assumed, freedom)
+        with_three_runs = smallest_visible_difference(3, scatter.typical, freedom)
         texts.append(
             f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
             f" ({scatter.source}). With one run each, a difference below {with_one_run:.1%} cannot be"
