@@ -194,11 +194,7 @@ class IterationTable(Sequence[Iteration]):
 
     def derive_times(self) -> IterationTable:
         """Return the table with iteration times, if the log has only mean times, sums of times or clocks."""
-        sources = {
-            MEAN_SECONDS: self._compute_times_from_means,
-            TRAINED_SECONDS: lambda: self._compute_times_from_sums(TRAINED_SECONDS),
-            CLOCK_SECONDS: lambda: self._compute_times_from_sums(CLOCK_SECONDS),
-        }
+        sources = (MEAN_SECONDS, TRAINED_SECONDS, CLOCK_SECONDS)
         source = next((name for name in sources if name in self._columns.values), None)
         if source is None:
             return self
@@ -208,7 +204,7 @@ class IterationTable(Sequence[Iteration]):
         }
         if self.known("elapsed_ms").any():
             return IterationTable(Columns(len(self), values, self._columns.known))
-        times = sources[source]()
+        times = self._compute_times_from_means() if source == MEAN_SECONDS else self._compute_times_from_sums(source)
         values["elapsed_ms"] = np.nan_to_num(times)
         known = self._columns.known | {"elapsed_ms": ~np.isnan(times)}
         return IterationTable(Columns(len(self), values, known))

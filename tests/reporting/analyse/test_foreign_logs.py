@@ -168,6 +168,10 @@ def test_the_device_that_is_given_makes_an_mfu(tmp_path):
         ("> device: NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"),
         ("NVIDIA H200 and NVIDIA H100 80GB HBM3", ""),
         ("NVIDIA H200NVL", ""),
+        ("| 0  NVIDIA A40   On | 535.104", "NVIDIA A40"),
+        ("device_name: NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 3090"),
+        ("kind='TPU v5p', process", "TPU v5p"),
+        ("NVIDIA-SMI 575.57.08   Driver Version: 575.57.08", ""),
     ],
 )
 def test_a_device_that_the_log_names_is_taken_from_it(tmp_path, line, device):
