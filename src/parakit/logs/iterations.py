@@ -204,7 +204,11 @@ class IterationTable(Sequence[Iteration]):
         }
         if self.known("elapsed_ms").any():
             return IterationTable(Columns(len(self), values, self._columns.known))
-        times = self._compute_times_from_means() if source == MEAN_SECONDS else self._compute_times_from_sums(source)
+        times = (
+            self._compute_times_from_means()
+            if source == MEAN_SECONDS
+            else self._compute_times_from_sums(source)
+        )
         values["elapsed_ms"] = np.nan_to_num(times)
         known = self._columns.known | {"elapsed_ms": ~np.isnan(times)}
         return IterationTable(Columns(len(self), values, known))

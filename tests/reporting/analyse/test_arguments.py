@@ -95,9 +95,10 @@ def test_a_run_that_does_not_exist_is_named_with_the_newest_that_do(tmp_path):
 @pytest.mark.parametrize("label", ["fast", "lr=3e-4", "with, comma"])
 def test_the_label_of_an_experiments_cell_is_the_name_of_its_row(tmp_path, monkeypatch, label):
     folders = [train(tmp_path, name, "1e-3") for name in "ab"]
-    words = []
+    log_words = []
     monkeypatch.setattr(
-        "parakit.experiments.engine.call_module", lambda *arguments: words.extend(arguments) or 0
+        "parakit.experiments.engine.call_module",
+        lambda *arguments: log_words.extend(arguments) or 0,
     )
 
     class Result:
@@ -111,4 +112,4 @@ def test_the_label_of_an_experiments_cell_is_the_name_of_its_row(tmp_path, monke
         object.__setattr__(study, name, value)
     monkeypatch.setattr(Study, "reports", tmp_path, raising=False)
     assert study.write_report() == 0
-    assert named_logs(words[2]) == [(folder, label) for folder in folders]
+    assert named_logs(log_words[2]) == [(folder, label) for folder in folders]

@@ -35,8 +35,8 @@ CONTRACT = (
 
 
 def demo(root, count=25):
-    for place, strategy in enumerate(PUBLISHED_STRATEGIES):
-        times = [400.0, 250.0, *(90.0 + 5 * place + k % 4 for k in range(count - 2))]
+    for index, strategy in enumerate(PUBLISHED_STRATEGIES):
+        times = [400.0, 250.0, *(90.0 + 5 * index + k % 4 for k in range(count - 2))]
         write_run(root, run_record(f"run-{strategy}", strategy), log_text(times, micro=True))
 
 
@@ -220,9 +220,9 @@ def test_baseline_finds_regressions_and_improvements_and_strict_fails(tmp_path):
     assert "nothing changed" in text
     for strategy, factor in (("tp2", 1.5), ("cp2", 0.5)):
         log = tmp_path / "runs" / f"run-{strategy}" / "log.txt"
-        place = 90.0 + 5 * PUBLISHED_STRATEGIES.index(strategy)
+        index = 90.0 + 5 * PUBLISHED_STRATEGIES.index(strategy)
         log.write_text(
-            log_text([400.0, 250.0, *((place + k % 4) * factor for k in range(23))], micro=True)
+            log_text([400.0, 250.0, *((index + k % 4) * factor for k in range(23))], micro=True)
         )
     code, text, folder = made(tmp_path, 300, name="new", baseline=old, strict=True)
     assert code == 1
@@ -328,11 +328,11 @@ def test_terminal_shows_failed_attempts_and_runs_that_are_on_as_the_page_does(tm
     assert "ok (1 failed, 1 running)" in made(tmp_path, width=60)[1]
     _, printed, folder = made(tmp_path, width=200)
     assert "ok (1 failed, 1 running)" in printed
-    said = (
+    text = (
         "3 runs in 1 configuration; not all ended well: an earlier attempt of baseline ×1 (oom); one "
         "more run of baseline ×1 (running: iteration 8 of 25)."
     )
-    assert said in printed
+    assert text in printed
     assert "1 earlier failed; 1 running" in (folder / "report.md").read_text()
     assert read_csv(folder)["b"]["status"] == "ok"
 
