@@ -131,7 +131,7 @@ def test_megatron_knows_every_flag_of_every_setting(megatron_parser: MegatronPar
         )
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
 def test_each_split_of_the_sample_holds_sequences_of_the_models_length(sample_prefix: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
