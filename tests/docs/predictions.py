@@ -59,7 +59,7 @@ def predictions() -> list[str]:
 
 
 def request_of(model: str, gpus: int, gpu: str, samples: int | None = None) -> Request:
-    """Return a request for a model on nodes of a device. The batch is the model's per device, unless `samples` is set."""
+    """Return a request for a model on nodes of a device. `samples` replaces the model's batch per device."""
     known, device = load_model(model), device_by_key(gpu)
     batch = samples or scale_batch(known.batch, Parallelism(data=gpus)).global_batch_size
     template = spec_from_model(known, Parallelism(), Batch(1, batch))
