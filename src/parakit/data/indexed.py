@@ -94,6 +94,8 @@ class RunIdentity:
     """Bytes of input between two commits."""
     max_document_bytes: int | None
     """Limit above which a document is left out; None is no limit."""
+    text_documents: str | None = None
+    """Stretch of a `.txt` file that is one document; None if no input is a `.txt` file of plain text."""
 
 
 @dataclass(frozen=True)
