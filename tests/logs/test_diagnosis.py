@@ -362,6 +362,7 @@ def test_nan_at_the_end_of_an_incomplete_log_is_nan(tmp_path):
         "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"
         " memory: you tried to allocate 524288 bytes. Error code 12 (Cannot allocate memory)",
         "MemoryError",
+        "ImportError: libtorch_cpu.so: failed to map segment from shared object",
         "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with shape"
         " (1000000000,) and data type float64",
     ],
@@ -376,6 +377,7 @@ def test_allocation_refused_to_a_rank_is_out_of_memory(tmp_path, error):
     "line",
     [
         "cannot allocate memory for thread-local data: ABORT",
+        "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.",
         "terminate called after throwing an instance of 'std::bad_alloc'",
     ],
 )
@@ -400,6 +402,8 @@ def test_a_primitive_that_onednn_does_not_support_is_not_out_of_memory(tmp_path)
     "error",
     [
         "OSError: [Errno 24] Too many open files: '/dev/null'",
+        "RuntimeError: [enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/loop.cc:48]"
+        " rv != -1. -1 vs -1. pipe: Too many open files",
         "torch.distributed.DistNetworkError: The server socket has failed to bind. port: 29999,"
         " useIpv6: 0, code: -24, name: EMFILE, message: too many open files",
     ],

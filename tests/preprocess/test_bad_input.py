@@ -1,12 +1,17 @@
 """Whatever is wrong with an input is named with its place, counted, and harms nothing."""
 
+import bz2
 import errno
 import gzip
+import io
 import json
+import lzma
 import os
 import resource
 import subprocess
 import sys
+import tarfile
+import zipfile
 
 import pytest
 
@@ -83,6 +88,60 @@ def test_an_empty_file_is_named(tool, tmp_path, capsys, write_lines, reference, 
     assert tool(*flags, "--on-error", "skip") == 0
     assert "1 × empty file" in capsys.readouterr().out
     assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
+
+
+def archive(kind, text):
+    """The bytes of a text in a container that the tool does not read."""
+    stream = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(stream, "w") as file:
+            file.writestr("in.jsonl", text)
+    elif kind == "tar":
+        with tarfile.open(fileobj=stream, mode="w") as file:
+            entry = tarfile.TarInfo("in.jsonl")
+            entry.size = len(text)
+            file.addfile(entry, io.BytesIO(text.encode()))
+    else:
+        return {
+            "bzip2": bz2.compress,
+            "xz": lzma.compress,
+            "UTF-16": lambda data: data.decode().encode("utf-16"),
+        }[kind](text.encode())
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "bzip2", "xz", "UTF-16"])
+@pytest.mark.parametrize("name", ["in.jsonl", "in.zip", "in"])
+def test_a_format_that_is_not_read_is_named_and_no_document_is_to_be_skipped(
+    tool, tmp_path, capsys, kind, name
+):
+    path = tmp_path / name
+    path.write_bytes(archive(kind, '{"text": "one"}\n{"text": "two"}\n'))
+    assert tool("--input", path, "--output-prefix", tmp_path / "o", "--on-error", "skip") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path} is ")
+    assert kind in error
+    assert "which is not read; " in error
+    assert "--on-error" not in error
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_byte_order_mark_belongs_to_no_document(tool, tmp_path, reference, read_pair, end):
+    path = tmp_path / "in.jsonl"
+    lines = [json.dumps({"text": text}) + end for text in GOOD]
+    path.write_bytes("".join(lines).encode("utf-8-sig"))
+    assert tool("--input", path, "--output-prefix", tmp_path / "o") == 0
+    assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
+
+
+def test_advice_on_an_empty_or_damaged_file_is_about_the_file(tool, tmp_path, capsys):
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 9)[:-12])
+    for name, advice in (("a.jsonl", "take it out of --input"), ("b.gz", "fetch it again")):
+        assert tool("--input", tmp_path / name, "--output-prefix", tmp_path / name[0]) == 1
+        error = capsys.readouterr().err
+        assert advice in error
+        assert "such documents" not in error
 
 
 def test_an_empty_document_is_kept_as_megatron_keeps_it_and_named(
