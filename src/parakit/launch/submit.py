@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.cluster import (
     IMAGE_PYTHON,
+    MODULES,
     ArrayTask,
     BatchJob,
     Container,
@@ -91,6 +94,8 @@ def submit_array(name: str, launches: Sequence[Launch], console: Console) -> Non
     job_id = _write_and_submit(replace(job, tasks=tasks), folders, choose_image(first))
     for folder in folders:
         say(console, f"job {job_id}: {relative_to_root(folder)}")
+    passed_on = ", ".join(job.inherited) or "none"
+    console.print(f"Variables passed on to it: {passed_on}.", highlight=False)
     console.print("'make status' follows it.", highlight=False)
 
 
@@ -134,10 +139,16 @@ def _describe_job(name: str, launch: Launch) -> BatchJob:
 def list_inherited_variables(options: Options) -> tuple[str, ...]:
     """Return the names of this process's variables that the job gets; W&B's only if WANDB= is set.
 
-    Slurm stores a job's variables in its own spool until the job has ended, so no other key is passed.
+    Slurm stores a job's variables in its own spool until the job has ended, so no other key is passed. Variables
+    of environment modules are passed if the site's shell lines may load some.
     """
-    names = [name for name in inherited_names(*WANDB_NAMES) if name != "CUDA_VISIBLE_DEVICES"]
-    return tuple(name for name in names if options.wandb or name not in WANDB_NAMES)
+    has_setup = options.slurm is not None and bool(options.slurm.setup)
+    modules = [
+        name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in MODULES)
+    ]
+    names = inherited_names(*WANDB_NAMES, *(modules if has_setup else ()), in_container=False)
+    left_out = {"CUDA_VISIBLE_DEVICES", *(() if options.wandb else WANDB_NAMES)}
+    return tuple(name for name in names if name not in left_out)
 
 
 def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
