@@ -84,6 +84,8 @@ class BatchJob:
     python: str
     inherited: tuple[str, ...] = ()
     """Names of the variables that ranks use, which the job inherits from the submitter."""
+    warning_seconds: int | None = None
+    """Time before the end of the job at which Slurm announces it by SIGUSR1, so that ranks save a checkpoint."""
     container: tuple[str, ...] = ()
     """Flags of srun that run ranks in the kit's image; empty to run them on the host."""
 
@@ -149,6 +151,7 @@ def _directives(job: BatchJob) -> Sequence[str]:
         "--ntasks-per-node=1",
         *_resources(job),
         f"--time={TIME_LIMIT}",
+        *((f"--signal=USR1@{job.warning_seconds}",) if job.warning_seconds else ()),
         *((f"--array=0-{len(job.tasks) - 1}%{MAX_RUNNING_TASKS}",) if is_array else ()),
         f'--chdir="{ROOT}"',
         f'--output="{output}"',

@@ -138,6 +138,11 @@ SAVE_EVERY = Setting(
     "SAVE_EVERY", "a whole number of iterations above 0", "iterations between checkpoints"
 )
 KEEP = Setting("KEEP", NUMBER, "checkpoints to keep (2)")
+GRACE = Setting(
+    "GRACE",
+    "a whole number of seconds above 0",
+    "seconds for a last checkpoint when the run is stopped (as long as saves took)",
+)
 ASYNC_SAVE = Setting("ASYNC_SAVE", SWITCH, "1 saves in the background, on GPUs", False)
 RUN_FOLDER = Setting("RUN_FOLDER", FOLDER, "an existing folder for this run")
 RUN = Setting("RUN", TEXT, "a run folder")

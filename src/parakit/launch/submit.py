@@ -35,12 +35,17 @@ from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import DeviceKind, RuntimeName
 from parakit.formatting.terminal import say
 from parakit.launch.compose import RUN_PLACEHOLDER, Launch
+from parakit.launch.flags import EXIT_SIGNAL_HANDLER
 from parakit.launch.options import Options
 from parakit.launch.preflight import check_launch
 from parakit.launch.run_folder import create_run_folder
 
 SCRIPT_FILE = "job.sbatch"
 SUBMIT_SECONDS = 60.0
+GRACE_SECONDS = 120
+"""Time for a last checkpoint before a job's end unless GRACE= names another. What saves take is not known yet."""
+MARGIN_SECONDS = 15
+"""Time for Slurm's signal to arrive, and for the launcher to write its last status."""
 SETTLED_VARIABLES = ("REPEATS", "RUN_FOLDER", "RUNTIME", "DRY_RUN", "IMAGE")
 """Variables that the job does not get, because they take effect when the job is submitted."""
 
@@ -132,8 +137,16 @@ def _describe_job(name: str, launch: Launch) -> BatchJob:
         tasks=(),
         python=IMAGE_PYTHON if container_flags else sys.executable,
         inherited=list_inherited_variables(options),
+        warning_seconds=_choose_warning_seconds(options),
         container=container_flags,
     )
+
+
+def _choose_warning_seconds(options: Options) -> int | None:
+    """Return the time before its end at which a job is warned: GRACE= and a margin; None if it saves nothing."""
+    if options.saving is None:
+        return None
+    return (options.grace_seconds or GRACE_SECONDS) + MARGIN_SECONDS
 
 
 def list_inherited_variables(options: Options) -> tuple[str, ...]:
@@ -187,10 +200,12 @@ def _describe_task(folder: str, launch: Launch) -> ArrayTask:
     variables = {
         name: text for name, text in job.variables.items() if name not in SETTLED_VARIABLES
     }
+    arguments = job.parakit_arguments
+    if launch.saving is not None and not launch.saves_at_stop:
+        # The job may be preempted, or reach its time limit.
+        arguments = (*arguments, EXIT_SIGNAL_HANDLER)
     # The task already runs in its container, if it has one, so it must not start another.
-    return ArrayTask(
-        folder, job.parakit_arguments, {**variables, "RUNTIME": RuntimeName.HOST.value}
-    )
+    return ArrayTask(folder, arguments, {**variables, "RUNTIME": RuntimeName.HOST.value})
 
 
 def _write_and_submit(job: BatchJob, folders: Sequence[Path], image: str | None) -> str:
