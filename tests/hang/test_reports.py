@@ -32,7 +32,8 @@ class ReportedHang:
     def is_answered(self) -> bool:
         """True if the verdict holds the answer of the thread."""
         has_ranks = {*self.report["among"]} <= {*self.culprits, *self.suspects}
-        return has_ranks and self.report["says"] in self.text and not self.names_wrong_rank
+        is_said = self.report["says"].lower() in self.text.lower()
+        return has_ranks and is_said and not self.names_wrong_rank
 
 
 def judge_report(report: dict[str, Any], folder: Path) -> ReportedHang:
