@@ -297,7 +297,7 @@ def _add_stacks(evidence: RankEvidence, stacks: RankStacks) -> None:
     """
     communicating = [
         thread
-        for thread in stacks.others
+        for thread in stacks.other_threads
         if is_in_collective(thread.frames)
         and any(frame.file.endswith(_FILE_OF_COLLECTIVES) for frame in thread.frames)
     ]

@@ -26,7 +26,7 @@ class RankStacks(NamedTuple):
 
     main: tuple[Frame, ...]
     """Frames of the main thread, innermost first; empty if the text has none."""
-    others: tuple[ThreadStack, ...]
+    other_threads: tuple[ThreadStack, ...]
     """The other threads that have frames, in the order of the text."""
 
 
@@ -45,12 +45,12 @@ def read_stacks(text: str) -> RankStacks:
         (thread for thread in threads_with_frames if "MainThread" in thread.title),
         threads_with_frames[-1],
     )
-    others = [
+    other_threads = [
         ThreadStack(_find_name(thread.title), tuple(thread.frames))
         for thread in threads_with_frames
         if thread is not main
     ]
-    return RankStacks(tuple(main.frames), tuple(others))
+    return RankStacks(tuple(main.frames), tuple(other_threads))
 
 
 class _Thread(NamedTuple):
