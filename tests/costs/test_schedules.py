@@ -47,7 +47,7 @@ def test_the_simulated_activations_are_the_closed_form(timeline: SimulatedSchedu
 
 
 @given(timelines())
-def test_a_worker_does_one_thing_at_a_time_and_everything_once(timeline: SimulatedSchedule) -> None:
+def test_worker_runs_every_task_once_without_overlap(timeline: SimulatedSchedule) -> None:
     for worker in range(timeline.pipeline):
         events = sorted((e for e in timeline.events if e.worker == worker), key=lambda e: e.start)
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(events))

@@ -348,7 +348,7 @@ TOKENIZER = Setting(
     "gpt2, or a folder with tokenizer.json",
     make_equivalent='ARGS="--tokenizer FOLDER"',
 )
-INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
+INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet; .txt")
 
 # Options without a variable of their own.
 ARGS = Setting(

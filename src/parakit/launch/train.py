@@ -240,7 +240,7 @@ def _train_as_worker(launch: Launch, nodes: Nodes, console: Console, title: str)
 def _describe_node(launch: Launch, nodes: int) -> NodeRecord:
     """Return this node's record with everything that must be the same on all `nodes` nodes."""
     try:
-        dataset = open_dataset(launch.data_path).bin_sha256 or "without a record"
+        dataset = open_dataset(launch.data_path).content_sha256
     except DatasetError:
         dataset = "missing"
     entry = launch.entry

@@ -1,4 +1,4 @@
-"""What an iteration begins with, put back so that it can be repeated."""
+"""The state at the start of an iteration is restored so that the iteration can be repeated."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import torch
 
 from megatron_patches.capture.start import Snapshot
 
-# Megatron tells of what is not installed.
+# Megatron warns about packages that are not installed.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -27,6 +27,7 @@ from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.config.flags import Flags, merge_flags
+from parakit.experiments.verify.changes import list_nearest_changes
 from parakit.experiments.verify.logged import LOG_FILE, compare_logs
 from parakit.experiments.verify.pairs import Verification, compose_pair, parse_pair
 from parakit.formatting.terminal import say
@@ -204,6 +205,7 @@ def run_verification(
         layout=pair.job.strategy,
         mode=verification.mode,
         command=format_make_command(pair.target, pair.variables),
+        changed=_list_changes_near_error(judgement.verdict, verification.strategy),
     )
     judgement = replace(judgement, verdict=verdict)
     # Only now, when the tensors are removed, a disk that they filled has room for the results.
@@ -484,6 +486,17 @@ class _IterationVerification:
         return self.scratch / f"{part}{self.suffix}"
 
 
+def _list_changes_near_error(verdict: VerifyVerdict, strategy: Launch) -> tuple[str, ...]:
+    """Return file and line of the checkout's changes that are nearest to the wrong tensor's source.
+
+    Empty if the strategy held, or if its Megatron is an installed package or a folder without a commit.
+    """
+    if verdict.source is None or strategy.entry.megatron_commit is None:
+        return ()
+    checkout = Path(strategy.entry.path).parent
+    return tuple(map(str, list_nearest_changes(checkout, verdict.source)))
+
+
 def _write_results(results: Path, judgement: Judgement) -> None:
     """Write `verdict.json`, `junit.xml`, `first.npz` and `verify.html` into the folder `results`.
 
@@ -555,11 +568,15 @@ def _print_verdict(judgement: Judgement, results: Path, console: Console) -> Non
 def _print_difference(verdict: VerifyVerdict, console: Console) -> None:
     """Print iteration, ranks and error of the first wrong tensor, and the other independent errors.
 
-    In a GitHub workflow, the source line of the wrong module is annotated in the pull request, too.
+    In a GitHub workflow, the nearest changed line is annotated in the pull request, too. If no line of the
+    checkout is changed, the source line of the wrong module is annotated.
     """
-    path, _, line_number = (verdict.source or "").rpartition(":")
+    annotated = verdict.changed[0] if verdict.changed else verdict.source or ""
+    path, _, line_number = annotated.rpartition(":")
     if path and os.environ.get("GITHUB_ACTIONS"):
         say(console, f"::error file={path},line={line_number}::{verdict.line}")
+    for change in verdict.changed:
+        say(console, f"  changed    {change}")
     say(console, f"  iteration  {verdict.iteration}")
     say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
     say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
