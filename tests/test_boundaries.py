@@ -150,7 +150,7 @@ def test_public_names_are_those_that_the_package_imports(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_public_name_is_the_name_of_a_submodule(package: str) -> None:
+def test_public_names_differ_from_names_of_submodules(package: str) -> None:
     """Importing the submodule would replace the name in the package."""
     if _typing_block(_tree(SOURCE / "parakit" / package / "__init__.py")) is not None:
         modules = {module.split(".")[2] for module in _modules_of(package) if "." in module[8:]}
@@ -193,7 +193,7 @@ def _names_imported(package: str, source: str) -> set[str]:
     return names
 
 
-def test_the_report_asks_the_planner_for_predictions_and_measurements_alone() -> None:
+def test_report_imports_only_predictions_and_measurements_from_the_planner() -> None:
     assert _names_imported("reporting", "planner") == {
         "MeasurementsError",
         "RecordedRun",

@@ -27,7 +27,7 @@ def _answer() -> subprocess.CompletedProcess[str]:
 
 
 class Asker:
-    """Starts a process in a method."""
+    """Class that starts a process in a method."""
 
     def ask(self) -> str:
         return _ask()

@@ -67,7 +67,7 @@ def test_run_without_complete_iteration_has_no_calls_and_no_time() -> None:
 
 
 def routed(rows: int, sent: int) -> ObservedCall:
-    """An all-to-all of rows of 8 bytes."""
+    """Record an all-to-all of rows of 8 bytes."""
     call = Call("ep", 2, Operation.ALL_TO_ALL, Phase.FORWARD, "float32", 8 * rows, sent)
     return ObservedCall(call._replace(row_bytes=8), 0, 1)
 

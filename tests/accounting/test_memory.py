@@ -88,7 +88,7 @@ def test_every_version_that_a_pipeline_keeps_of_its_weights_is_counted_once() ->
     stages.weight_versions = [newest, [torch.empty_like(weight) for weight in newest]]
     ledger = MemoryAccounting(Timeline())
     ledger.start(0, 2, [stages], torch.optim.SGD(stages.parameters()))
-    ledger.note_received([torch.empty(1024)])  # Which makes a peak.
+    ledger.note_received([torch.empty(1024)])  # These tensors raise the peak.
     ledger.stop()
     assert ledger.result is not None
     assert ledger.result.categories[MemoryCategory.WEIGHTS] == 2 * WEIGHT_BYTES

@@ -1,4 +1,4 @@
-"""The report that an experiment ends with, by the program that users call."""
+"""The report at the end of an experiment, written by the program that users call."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +11,7 @@ from tests.reporting.factory import log_text, run_record, write_run
 
 
 def study(reports: Path, *results: SimpleNamespace) -> Study:
-    """A study whose cells have these results."""
+    """Return a study whose cells have these results."""
     experiment: Any = SimpleNamespace(report="demo")
     planned: Any = None
     runner: Any = SimpleNamespace(list_results=lambda: list(results))

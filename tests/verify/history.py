@@ -111,7 +111,7 @@ def _verdict(
                 *(fix.strategy, fix.model, fix.devices, shlex.split(fix.flags)),
                 iteration=None,
                 reference=fix.reference,
-                own=shlex.split(fix.own_flags),
+                own_arguments=shlex.split(fix.own_flags),
                 resumed=fix.resumed,
                 bug=HISTORY.parent / fix.patch if fix.patch else None,
                 both=True,

@@ -39,7 +39,7 @@ def test_in_the_image_the_libraries_come_from_its_environment(
 @pytest.mark.parametrize(
     ("number", "version"), [(91002, "9.10.2"), (8907, "8.9.7"), (92600, "9.26.0"), (None, "")]
 )
-def test_cudnns_number_is_read_as_its_version(number: int | None, version: str) -> None:
+def test_cudnn_number_is_converted_to_a_version(number: int | None, version: str) -> None:
     assert _format_cudnn_version(number) == version
 
 
