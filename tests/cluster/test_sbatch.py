@@ -171,7 +171,6 @@ def test_site_lines_may_use_unset_variables_and_override_no_variable(
     assert (folders[0] / "slurm.txt").read_text() == f"got:\n5 {folders[0]}\n"
 
 
-<<<<<<< HEAD
 def test_a_site_may_load_modules_although_slurm_passes_no_function_on(tmp_path: Path) -> None:
     (tmp_path / "modules" / "init").mkdir(parents=True)
     (tmp_path / "modules" / "init" / "bash").write_text(
@@ -219,10 +218,7 @@ def test_a_misspelt_variable_of_slurm_is_refused_and_slurms_own_are_not(
     parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm"}))
 
 
-def test_a_step_gets_the_cpus_that_its_job_asked_for() -> None:
-=======
 def test_step_gets_the_cpus_of_its_job() -> None:
->>>>>>> main
     show = f"{CPUS}\necho ${{SRUN_CPUS_PER_TASK-none}}"
     for given_, told in (({}, "none"), ({"SLURM_CPUS_PER_TASK": "64"}, "64")):
         environment = {"PATH": os.environ["PATH"], **given_}
