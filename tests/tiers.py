@@ -4,10 +4,10 @@
 - *ranks*: real torchrun or forked ranks, and every other test that starts a process.
 - *engine*: containers and Slurm.
 
-Nobody marks 5,000 tests by hand: a test is `ranks` if its own code, or the code of a fixture or helper of the
-tests that it uses, names something that starts a process (`starts_process`), and `unit` otherwise. Where a process
-is started out of this sight, by the code that is tested, the module or the test says
-`pytestmark = pytest.mark.ranks`. With `--tier unit` a unit test that starts a process fails and says so.
+Nobody marks 5,000 tests by hand. A test is `ranks` if its code, or the code of a fixture or helper of the tests that it
+uses, names something that starts a process (`starts_process`), and `unit` otherwise. If the tested code starts a
+process, which this check cannot see, the module or the test states `pytestmark = pytest.mark.ranks`. With
+`--tier unit` a unit test that starts a process fails, and the failure names the tier that it needs.
 """
 
 from __future__ import annotations

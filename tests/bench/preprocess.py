@@ -1,7 +1,7 @@
-"""`make bench NAME=preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on one file.
+"""`make bench NAME=preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on the same file.
 
-Whole processes, measured in one run. `--text unseen` makes text in eight scripts whose words never come
-again, the hardest there is for an encoder that remembers words.
+All tools are measured as processes from start to end. `--text unseen` generates text in eight scripts without
+repeated words, which is the hardest input for an encoder that caches words.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Synthetic text of any size from a seed, for benchmarks and memory tests.
 
-`english` draws words by frequency from the prose that Python carries, with a long tail of invented ones,
-as real text has: an encoder that remembers words must not find them all. `unseen` is eight scripts in
-turn, in words of random letters.
+`english` draws words by frequency from the prose that Python ships, with a long tail of invented words like in real
+text, so that an encoder cannot cache all words. `unseen` has words of random letters in eight scripts in turn.
 """
 
 from __future__ import annotations

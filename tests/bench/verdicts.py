@@ -1,9 +1,9 @@
 """Measure how often a verdict on two times is wrong, and how often a difference is detected:
 `python -m tests.bench.verdicts`.
 
-Simulated runs, each side with a scatter of its own, and iterations that follow one another (AR(1)).
-A cell is a pair of scatters and numbers of runs: false verdicts on equal times, true ones where the
-second takes 3% or 5% longer, and how often the ratio's interval holds the truth.
+Runs are simulated with a scatter per side and correlated iterations (AR(1)). A cell is a pair of scatters and
+numbers of runs. Its columns are false verdicts on equal times, true verdicts if the second side takes 3% or 5%
+longer, and how often the interval of the ratio contains the true value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A node that has nothing to log is no hang; a run that hangs is ended with the stacks of all nodes.
+"""A node with nothing to log does not hang, and a hanging run is stopped with the stacks of all nodes.
 
-Two launchers of this machine run their shares, each in a thread of its own, with a script for torchrun.
+Two launchers of this machine run the parts of two nodes, each in a separate thread, with a script for torchrun.
 """
 
 import io

@@ -1,8 +1,8 @@
 """`make bench NAME=soak STRATEGY=dp2 ARGS="--hours 0.33"`: a long run undisturbed, and with processes killed at random.
 
-The undisturbed run shows what grows or becomes slower with time. The disturbed one is resumed after each
-kill and must have the same losses, as far as it comes. Both have a launcher of their own, as `make
-train-…` would; this process starts and reads them, and nothing else.
+The undisturbed run shows what grows or becomes slower with time. The disturbed run is resumed after each kill and
+must have the same losses up to its last iteration. Each run has its own launcher, as with `make train-…`. This
+process only starts and samples them.
 """
 
 from __future__ import annotations

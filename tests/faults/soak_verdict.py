@@ -65,17 +65,17 @@ class Fault:
 
 @dataclass(frozen=True)
 class Steadiness:
-    """One process of the undisturbed run: its least memory and its usual descriptors in the first and
-    the last third of its readings.
+    """A process of the undisturbed run: its minimum memory and median descriptors in the first and the last
+    third of its readings.
 
-    What a save or an evaluation takes for a while comes and goes; a leak raises the least. The first
-    quarter of the readings is left out: caches fill and the optimizer's state appears.
+    Memory of a save or an evaluation is temporary, while a leak raises the minimum. The first quarter of the
+    readings is left out, because caches fill and the optimizer state is created.
     """
 
     process: str
     memory_bytes: tuple[int, int]
     fluctuation_bytes: int
-    """Between its least and its most memory in the first of the two."""
+    """Difference between maximum and minimum memory in the first third."""
     descriptors: tuple[int, int]
 
     @property

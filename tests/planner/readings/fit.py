@@ -1,9 +1,9 @@
-"""The constants of each generation, fitted to readings; and the errors of readings left out of the fit.
+"""Fit of each generation's constants to published measurements, and errors of measurements left out of the fit.
 
-`Constants` (`src/parakit/planner/time/constants.py`) has a dozen a generation, each within physical bounds. All
-readings of a generation are fitted together, a source's weight growing with the root of its readings, by
-damped Gauss-Newton steps on the logarithms of predicted over published times, large errors counted
-less (Huber). What is reported for a source is predicted with constants fitted without it.
+`Constants` (`src/parakit/planner/time/constants.py`) has a dozen values per generation, each within physical bounds.
+All measurements of a generation are fitted together by damped Gauss-Newton steps on the logarithms of predicted over
+published times. The weight of a source grows with the root of its number of measurements, and large errors count
+less (Huber). Errors that are reported for a source use constants fitted without it.
 """
 
 from __future__ import annotations
