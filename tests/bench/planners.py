@@ -52,7 +52,7 @@ _SHARDINGS = (Sharding.NONE, Sharding.ZERO1)
 
 Job = dict[str, Any]
 Answer = tuple[float, float]
-"""Seconds of an iteration and bytes of the fullest rank."""
+"""Seconds per iteration and bytes of the peak rank."""
 
 
 def calculon_job(row: MeasuredRun) -> Job | None:
@@ -246,7 +246,7 @@ class Planner:
 
     name: str
     asks: str
-    """A program that defines `ask(job)`."""
+    """Program text that defines `ask(job)`."""
     job: Any
     """`calculon_job` or `simumax_job`."""
 
@@ -296,9 +296,9 @@ class Compared:
     rows: int
     errors: tuple[float, ...]
     ours: tuple[float, ...]
-    """On the same rows."""
+    """Errors of our planner on the same rows."""
     calibrated: tuple[float, ...] = ()
-    """Ours with one rate that was measured on their machine."""
+    """Errors of our planner with a rate that was measured on their machine."""
 
 
 def stated_rate(checkout: Path) -> str:

@@ -31,9 +31,9 @@ SCATTERS, RUNS, KEPT = (0.002, 0.005, 0.01, 0.02), (1, 2, 3, 5), (0.0, 0.7)
 LIMIT = 0.06
 _SPREAD, _LENGTH, _SHAPES = 0.01, 100, 200
 Side = tuple[float, int]
-"""The scatter between its runs, and how many there are."""
+"""Scatter between runs, and number of runs."""
 Shape = tuple[float, float, float]
-"""A run's median and its own interval's ends, of a true time of 1."""
+"""Median of a run and the ends of its interval, for a true time of 1."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from tests.patience import PATIENCE
 pytestmark = pytest.mark.ranks
 
 LINES, TIMEOUT = 40, 20
-"""What one node says, and after how many of the other's lines a node's silence were a hang."""
+"""Number of lines that a node logs, and number of these lines after which the other node's silence would be a hang."""
 SPEAKING = (
     *("bash", "-c"),
     f"for i in {{1..{LINES}}}; do echo line; sleep 0.1; done; touch ${{KIT_STACKS%/*}}/said",

@@ -368,8 +368,7 @@ def test_first_iteration_with_wrong_weights_is_searched(composed: Composer, tmp_
     ones, at = np.ones((4, 3), np.float32), captures.place((0, 0, 0))
 
     def train(part: str, launch: Launch) -> str:
-        """The strategy's weights are wrong from the end of iteration 3 on, as its gradients are
-        there."""
+        """Write captures in which the strategy's gradients are wrong at iteration 3 and its weights after it."""
         iteration = int(launch.environment[variables.CAPTURE_ITERATION])
         asked.append(part)
         injected = part.startswith("strategy")

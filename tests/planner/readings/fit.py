@@ -37,7 +37,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS_FILE)["bounds"]
 measured in public."""
 
 FITTED = ("ampere", "hopper", "blackwell")
-"""Generations with readings enough; the others borrow."""
+"""Generations with enough measurements. Other generations use constants of these."""
 
 _METRICS = ("step_time_s", "tokens_per_s_per_gpu", "mfu_percent", "matmul_tflops")
 _NOT_FITTED = ("NVIDIA/Megatron-LM golden values", "VIA-Research/vTrain single-node")
@@ -47,7 +47,7 @@ _OWN_WEIGHT = 4
 _STEPS, _STEPS_FROM_NEAR = 6, 2
 _HUBER = 0.15
 _PRIOR = 0.5
-"""How strongly a constant is held at its start, in errors a unit of its logarithm."""
+"""Strength of the pull of a constant towards its start, in errors per unit of its logarithm."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fit:
     generation: str
     constants: Constants
     sources: Mapping[str, int]
-    """Readings of each source that made it."""
+    """Number of measurements per source that the constants were fitted to."""
 
 
 def all_fitted() -> list[MeasuredRun]:
