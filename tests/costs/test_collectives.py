@@ -152,7 +152,7 @@ def test_zero3_gathers_a_layer_twice_a_micro_batch_as_a_real_run_does() -> None:
     }
 
 
-def test_zero2_gathers_weights_once_and_scatters_gradients_each_micro_batch() -> None:
+def test_zero2_gathers_weights_once_and_reduce_scatters_gradients_per_micro_batch() -> None:
     split = Parallelism(data=2, sharding=Sharding.ZERO2)
     traffic = rank_collectives(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}

@@ -69,7 +69,7 @@ def test_unfused_layer_moves_additional_bytes_for_norms_bias_and_qkv_gradients()
     )
 
 
-def test_rotary_positions_are_a_dozen_passes_where_they_are_not_fused() -> None:
+def test_unfused_rotary_positions_take_a_dozen_memory_passes() -> None:
     spec = run()
     spec = replace(spec, shape=replace(spec.shape, positions=0))
     fused, split = layer_bytes(spec, rate([])), layer_bytes(spec, rate(["--no-rope-fusion"]))

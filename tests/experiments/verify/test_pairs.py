@@ -93,7 +93,7 @@ def test_reference_has_an_untied_output_layer_if_the_strategy_has_one(
     assert not any(untied in launch.flags for launch in composed("tp2-gpt2-tiny-2cpu").launches)
 
 
-def test_weights_that_megatron_fsdp_splits_beside_tensor_parallelism_are_refused(
+def test_megatron_fsdp_with_tensor_parallelism_is_refused(
     composed: Composer,
 ) -> None:
     with pytest.raises(LaunchError, match="verify the two apart"):
