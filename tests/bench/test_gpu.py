@@ -145,7 +145,7 @@ def test_each_split_of_the_sample_holds_sequences_of_the_models_length(sample_pr
         assert lengths[start:end].sum() > 4 * load_model("gpt2-large").shape.seq_length
 
 
-def test_every_patch_can_be_left_out_of_tuned_or_added_to_it_by_name() -> None:
+def test_patches_can_be_removed_from_or_added_to_the_tuned_setting_by_name() -> None:
     for name in NAMES:
         if name in fused(TUNED):
             (other,) = chosen(f"tuned-{name}")

@@ -99,9 +99,9 @@ class Victim:
     launcher: psutil.Popen
     folder: Path
     processes: dict[str, psutil.Process] = field(default_factory=dict)
-    """By their names, as `processes_of` gives them."""
+    """Processes by their names, as `processes_of` gives them."""
     family: list[psutil.Process] = field(default_factory=list)
-    """All that the launcher started."""
+    """All processes that the launcher started."""
 
     @property
     def ranks(self) -> dict[int, psutil.Process]:

@@ -20,7 +20,7 @@ from tests.faults.runs import SAVE_EVERY, Kit, same_losses
 
 pytestmark = pytest.mark.slow
 OVERRIDE = "--override-opt_param-scheduler"
-"""Megatron's spelling: what the command says counts, not what the checkpoint holds."""
+"""Flag in Megatron's spelling, by which values of the command replace those of the checkpoint."""
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 

@@ -93,7 +93,7 @@ def test_reference_has_an_untied_output_layer_if_the_strategy_has_one(
     assert not any(untied in launch.flags for launch in composed("tp2-gpt2-tiny-2cpu").launches)
 
 
-def test_weights_that_megatron_fsdp_splits_beside_tensor_parallelism_are_refused(
+def test_megatron_fsdp_with_tensor_parallelism_is_refused(
     composed: Composer,
 ) -> None:
     with pytest.raises(LaunchError, match="verify the two apart"):
@@ -368,8 +368,7 @@ def test_first_iteration_with_wrong_weights_is_searched(composed: Composer, tmp_
     ones, at = np.ones((4, 3), np.float32), captures.place((0, 0, 0))
 
     def train(part: str, launch: Launch) -> str:
-        """The strategy's weights are wrong from the end of iteration 3 on, as its gradients are
-        there."""
+        """Write captures in which the strategy's gradients are wrong at iteration 3 and its weights after it."""
         iteration = int(launch.environment[variables.CAPTURE_ITERATION])
         asked.append(part)
         injected = part.startswith("strategy")
