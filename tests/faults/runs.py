@@ -220,7 +220,9 @@ def same_losses(resumed: Run, whole: Curve) -> None:
 
 
 def kill(process: psutil.Process) -> None:
-    process.send_signal(signal.SIGKILL)
+    """Kill a process, or do nothing if it has ended: on a busy machine a run may end before the kill."""
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGKILL)
 
 
 WHO = ("launcher", "rank 0", "rank 1", "supervisor", "torchrun")
