@@ -13,7 +13,7 @@ import numpy as np
 
 from parakit.logs.dialects import ParsedIteration, load_dialects
 from parakit.logs.failures import ErrorCollector
-from parakit.logs.iterations import Columns, Iteration, TableBuilder
+from parakit.logs.iterations import Columns, TableBuilder
 from parakit.logs.lines import make_printable
 from parakit.logs.scraped import (
     ArgumentList,
@@ -28,6 +28,7 @@ from parakit.logs.scraped import (
     PrintedArgument,
     Remark,
     ScrapedLog,
+    StepAhead,
     TheoreticalMemory,
     TheoreticalParameters,
     Timer,
@@ -84,6 +85,7 @@ class RunBuilder:
         self._listed: dict[str, str] = {}
         self._ahead: NumbersAhead | None = None
         self._stored_ahead: dict[str, Any] = {}
+        self._step_ahead: StepAhead | None = None
         self._are_numbered = False
         """True if an iteration without a number of its own got the number of an earlier line."""
         self._trainer: str | None = None
@@ -117,35 +119,37 @@ class RunBuilder:
 
         None means that the iteration needs such numbers and there are none.
         """
+        if line.by_order:
+            return self._number_by_order(line)
         if line.by_arguments:
             counted = line.by_arguments(self._listed)
             return line._replace(iteration=counted) if counted else None
         completed = None
         if self._ahead:
             completed = self._ahead.complete(line, self._listed, self._stored_ahead)
-        if line.by_order:
-            self._ahead = None
-            return self._number_by_order(line, completed)
         if completed is None and line.at_ms is None:
             return line
         self._ahead = None
         return line._replace(iteration=completed) if completed else None
 
-    def _number_by_order(
-        self, line: ParsedIteration, completed: Iteration | None
-    ) -> ParsedIteration | None:
+    def _number_by_order(self, line: ParsedIteration) -> ParsedIteration | None:
         """Return an iteration that has no number of its own with the number of an earlier line, else with the next one.
 
         None means that earlier iterations got their numbers from lines before them and this one has none.
         """
-        if completed is not None:
+        step, self._step_ahead = self._step_ahead, None
+        last = self.iterations.last.iteration if self.iterations.last else 0
+        if step is not None and step.number > last:
             self._are_numbered = True
-            return line._replace(iteration=completed)
-        if self._are_numbered:
+            number, total = step.number, step.total
+        elif self._are_numbered:
             return None
-        last = self.iterations.last
-        number = last.iteration + 1 if last else 1
-        return line._replace(iteration=msgspec.structs.replace(line.iteration, iteration=number))
+        else:
+            number, total = last + 1, None
+        iteration = msgspec.structs.replace(
+            line.iteration, iteration=number, total_iterations=total
+        )
+        return line._replace(iteration=iteration)
 
     def add_iteration(self, line: ParsedIteration, log_line: int) -> None:
         """Store an iteration. Of iterations with one number the last counts.
@@ -288,6 +292,8 @@ class RunBuilder:
                 self._list = fact
             case NumbersAhead():
                 self._ahead = fact
+            case StepAhead():
+                self._step_ahead = fact
             case _:
                 self._store(fact)
                 # A checkpoint is loaded before training, which is no pause.

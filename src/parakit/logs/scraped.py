@@ -125,6 +125,14 @@ class PrintedArgument(Fact):
 
 
 @dataclass(frozen=True)
+class StepAhead(Fact):
+    """Number of the step to which the next line without a number belongs."""
+
+    number: int
+    total: int
+
+
+@dataclass(frozen=True)
 class NumbersAhead(Fact):
     """Numbers of the next iteration, on a separate line before its own line."""
 

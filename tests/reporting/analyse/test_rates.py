@@ -5,7 +5,7 @@ import pytest
 from parakit.artifacts.run import HostRecord
 from parakit.config.model import load_model
 from parakit.config.run import DeviceKind
-from parakit.config.strategy import Batch, Parallelism
+from parakit.config.strategy import Batch
 from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.entry import build_entries_from_folders
 from parakit.reporting.analyse.rates import compute_rates
@@ -115,20 +115,6 @@ def test_tflops_of_a_model_with_other_parameters_than_printed_are_doubtful(tmp_p
     report = Report("r", "now", tuple(rows))
     sentences = [text for text in write_sentences(report) if "doubtful" in text]
     assert [text.split(" are")[0] for text in sentences] == ["TFLOP/s of b", "TFLOP/s of c"]
-
-
-def test_parameters_of_a_pipeline_rank_are_compared_with_its_stage(tmp_path):
-    split = Parallelism(pipeline=2)
-    argv = (*LARGE.flags, "--pipeline-model-parallel-size", "2")
-    record = published_dp2(parallelism=split, strategy="pp2", argv=argv)
-    first = log_text([437.2] * 30, parameters=419_893_760)
-    last = " > number of parameters on (tensor, pipeline) model parallel rank (0, 1): {}\n"
-    doubts = []
-    for name, printed in (("a", 418_585_600), ("b", 418_585_601)):
-        folder = write_run(tmp_path, replace(record, run=name), last.format(printed) + first)
-        doubts.append(compute_rates(load_folder(folder), 437.2).model_doubt)
-    assert doubts[0] == ""
-    assert doubts[1] == "a rank prints 418,585,601 and the model of the arguments has 418,585,600"
 
 
 def with_variant(run, variant):

@@ -7,10 +7,7 @@ the dictionaries are numbered from 1.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import msgspec
+from collections.abc import Iterator
 
 from parakit.logs.dialects import (
     Dialect,
@@ -20,8 +17,8 @@ from parakit.logs.dialects import (
     ParsedIteration,
     make_iteration,
 )
-from parakit.logs.iterations import EXTRA_METRIC_PREFIX, Iteration
-from parakit.logs.scraped import Fact, Generation, NumbersAhead
+from parakit.logs.iterations import EXTRA_METRIC_PREFIX
+from parakit.logs.scraped import Fact, Generation, StepAhead
 from parakit.logs.step_lines import NUMBER
 
 _METRIC = re.compile(rf"'([\w./() -]{{1,80}})': '?{NUMBER}'?(?=[,}}])")
@@ -76,18 +73,7 @@ def _read_bar(line: str) -> Iterator[Fact]:
     if not bars:
         return
     number, total = map(int, bars[-1])
-
-    def complete(
-        parsed: ParsedIteration, _arguments: Mapping[str, str], stored: dict[str, Any]
-    ) -> Iteration | None:
-        """Return the metrics with the bar's step, which must follow the step of the metrics before."""
-        is_new = number > stored.get("step", 0)
-        if not is_new or parsed.iteration.iteration:
-            return None
-        stored["step"] = number
-        return msgspec.structs.replace(parsed.iteration, iteration=number, total_iterations=total)
-
-    yield NumbersAhead(complete)
+    yield StepAhead(number, total)
 
 
 DIALECT = Dialect(

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
-
-import msgspec
+from collections.abc import Iterator
 
 from parakit.logs.dialects import (
     Dialect,
@@ -16,8 +13,7 @@ from parakit.logs.dialects import (
     ParsedIteration,
     make_iteration,
 )
-from parakit.logs.iterations import Iteration
-from parakit.logs.scraped import Fact, Generation, NumbersAhead
+from parakit.logs.scraped import Fact, Generation, StepAhead
 
 _LOSS = re.compile(r"Train loss/train/total: (\d{1,9}\.\d{4}|nan|inf)(?![\d.…])")
 _BATCH = re.compile(r"\[batch=(\d{1,9})/(\d{1,9})\]:?")
@@ -42,8 +38,7 @@ class _Loss(LineFormat):
         parsed = ParsedIteration(
             make_iteration(fields), match.start(), fields, generation=generation
         )
-        # An end on a clock makes the numbers of an earlier line necessary.
-        return [parsed if number else parsed._replace(at_ms=0.0)]
+        return [parsed._replace(by_order=not number)]
 
 
 def _read_batch(line: str) -> Iterator[Fact]:
@@ -51,17 +46,7 @@ def _read_batch(line: str) -> Iterator[Fact]:
     match = _BATCH.search(line)
     if match is None:
         return
-    number, total = int(match[1]), int(match[2])
-
-    def complete(
-        parsed: ParsedIteration, _arguments: Mapping[str, str], _stored: dict[str, Any]
-    ) -> Iteration | None:
-        """Return the loss with the batch's number; None for a loss whose own line has its number."""
-        if parsed.iteration.iteration:
-            return None
-        return msgspec.structs.replace(parsed.iteration, iteration=number, total_iterations=total)
-
-    yield NumbersAhead(complete)
+    yield StepAhead(int(match[1]), int(match[2]))
 
 
 DIALECT = Dialect(

@@ -93,30 +93,24 @@ def _printed_median(run: Run, name: str) -> float | None:
 
 
 def why_parameters_differ(run: Run) -> str:
-    """Return that a rank printed another number of parameters than the model of the arguments has.
+    """Return that a rank with all layers printed another number of parameters than the arguments give.
 
-    Empty if the numbers agree or cannot be compared: experts split over ranks and unusual attention are not.
+    Empty if the numbers agree or cannot be compared: in a pipeline, with experts on several ranks, and with unusual
+    attention.
     """
-    spec = run.spec
-    if spec is None or spec.backend != Backend.MEGATRON or spec.parallelism.expert > 1:
+    spec, printed = run.spec, {count.parameters for count in run.log.parameters}
+    if spec is None or spec.backend != Backend.MEGATRON or len(printed) != 1:
         return ""
-    if not spec.shape.vocabulary or attention_variant(run):
+    has_all_layers = spec.parallelism.pipeline == spec.parallelism.expert == 1
+    if not has_all_layers or not spec.shape.vocabulary or attention_variant(run):
         return ""
-    printed_by_stage: dict[int, set[int]] = {}
-    for count in run.log.parameters:
-        printed_by_stage.setdefault(count.pipeline_rank, set()).add(count.parameters)
-    for stage, printed in printed_by_stage.items():
-        if stage >= spec.parallelism.pipeline:
-            return (
-                f"pipeline rank {stage} prints its parameters, and the arguments have no such rank"
-            )
-        try:
-            counted = rank_parameters(spec, stage).total
-        except UnevenSplitError:
-            return ""
-        if counted not in printed and len(printed) == 1:
-            return f"a rank prints {printed.pop():,} and the model of the arguments has {counted:,}"
-    return ""
+    try:
+        counted = rank_parameters(spec).total
+    except UnevenSplitError:
+        return ""
+    if counted in printed:
+        return ""
+    return f"a rank prints {printed.pop():,} and the model of the arguments has {counted:,}"
 
 
 @dataclass(frozen=True)

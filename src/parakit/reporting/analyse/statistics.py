@@ -45,8 +45,8 @@ class Scatter:
     """Scatter of usual repeats."""
     source: str
     """Measurements on which both rest, as text for a sentence."""
-    degrees_of_freedom: int
-    """Degrees of freedom of the assumed scatter, which is no measurement of the runs that are compared."""
+    degrees_of_freedom: float
+    """Degrees of freedom of the assumed scatter; infinite if it is the largest scatter that repeats have shown."""
 
 
 ON_GPUS = Scatter(
@@ -62,7 +62,7 @@ ON_CPU_RANKS = Scatter(
     0.055,
     0.055,
     "the kit's own repeats on CPU ranks that shared two cores scatter by up to 5.5%",
-    degrees_of_freedom=10,
+    degrees_of_freedom=math.inf,
 )
 """Scatter of pp2 of gpt2-tiny: 349 and 323 ms (`tests/golden/runs` and its repeat)."""
 
@@ -324,7 +324,7 @@ def adjust_verdicts(comparisons: Sequence[TimeComparison]) -> list[TimeCompariso
     return result
 
 
-def smallest_visible_difference(runs: int, scatter: float, assumed_freedom: int) -> float:
+def smallest_visible_difference(runs: int, scatter: float, assumed_freedom: float) -> float:
     """Return the relative difference that so many runs per side just show.
 
     Args:
