@@ -367,7 +367,8 @@ def find_named(name: str) -> Command:
 def test_there_are_few_commands_and_variables() -> None:
     commands = [command for section in SECTIONS.values() for command in section]
     assert sum(command.is_usual for command in commands) <= 16
-    assert len(commands) <= 55
+    # Besides these there are the runs of the tutorial by their ids.
+    assert len(commands) <= 55 + 1
     assert len(SETTINGS) <= 85
 
 
