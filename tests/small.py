@@ -1,4 +1,4 @@
-"""A small vocabulary for what tests train: GPT-2's would take most of the time."""
+"""A small vocabulary for training in tests, because GPT-2's would take most of the time."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ SMALL = ("--vocab-size", str(VOCABULARY))
 
 
 def folded(prefix: Path, folder: Path) -> Path:
-    """A data set in a small vocabulary, with a manifest that says so."""
+    """Write a data set in a small vocabulary, with a manifest that states the vocabulary."""
     small = folder / prefix.name
     write_small_vocabulary_dataset(prefix, small)
     manifest = json.loads(manifest_path(prefix).read_text())
@@ -29,7 +29,7 @@ def folded(prefix: Path, folder: Path) -> Path:
 
 
 def write_documents(prefix: Path, lengths: Sequence[int], first_token: int = 0) -> str:
-    """Write a data set of documents of so many tokens, which count up, without a manifest; its path."""
+    """Write a data set without a manifest and return its path. Its documents have so many, increasing tokens."""
     tokens = (first_token + np.arange(sum(lengths))) % VOCABULARY
     bin_path(prefix).write_bytes(tokens.astype(np.uint16).tobytes())
     index = DocumentIndex(np.array(lengths, np.int32), np.arange(len(lengths) + 1))

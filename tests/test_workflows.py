@@ -1,4 +1,4 @@
-"""Workflows and the action run no text that a caller or a pull request gives to them."""
+"""Workflows and the action execute no text from a caller or a pull request."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _steps(node: Any) -> Iterator[dict[str, Any]]:
 
 
 def _run_action(folder: Path, inputs: dict[str, str]) -> tuple[int, str, list[str]]:
-    """Run the action's step beside a `make` that records its targets: exit code, output, targets."""
+    """Run the action's step with a fake `make` and return exit code, output and the targets of make."""
     (step,) = _steps(yaml.safe_load(ACTION.read_text()))
     assert step["shell"] == "bash"
     make = folder / "make"
@@ -50,7 +50,7 @@ def _run_action(folder: Path, inputs: dict[str, str]) -> tuple[int, str, list[st
     return ended.returncode, ended.stdout + ended.stderr, lines
 
 
-def test_no_run_block_has_an_expression() -> None:
+def test_run_blocks_contain_no_expressions() -> None:
     assert ACTION in FILES
     blocks = [step["run"] for file in FILES for step in _steps(yaml.safe_load(file.read_text()))]
     assert len(blocks) >= 8

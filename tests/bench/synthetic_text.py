@@ -1,4 +1,4 @@
-"""Text of any size, made from a seed: what benchmarks and memory tests run on.
+"""Synthetic text of any size from a seed, for benchmarks and memory tests.
 
 `english` draws words by frequency from the prose that Python carries, with a long tail of invented ones,
 as real text has: an encoder that remembers words must not find them all. `unseen` is eight scripts in
@@ -48,20 +48,20 @@ _MEAN_WORDS = 780
 
 
 def synthetic_documents(size_bytes: int, seed: int = 0) -> Iterator[str]:
-    """English-like documents of together at least `size_bytes`, log-normal in length."""
+    """Yield English-like documents of at least `size_bytes` in total, with log-normal lengths."""
     random = np.random.default_rng(seed)
-    words, cumulative = _vocabulary()
+    vocabulary, cumulative = _vocabulary()
     written = 0
     while written < size_bytes:
         count = max(3, int(random.lognormal(np.log(_MEAN_WORDS) - 0.5, 1.0)))
         drawn = np.searchsorted(cumulative[:-1], random.random(count))
-        text = "".join([words[i] for i in drawn.tolist()]).strip()
+        text = "".join([vocabulary[i] for i in drawn.tolist()]).strip()
         written += len(text)
         yield text
 
 
 def unseen_documents(size_bytes: int, seed: int = 0) -> Iterator[str]:
-    """Documents of together at least `size_bytes` of UTF-8, each in one of eight scripts."""
+    """Yield documents of at least `size_bytes` of UTF-8 in total, each in one of eight scripts."""
     random = np.random.default_rng(seed)
     written = 0
     for low, high, space in cycle(_SCRIPTS):
@@ -87,15 +87,15 @@ def write_synthetic(path: Path, size_bytes: int, seed: int = 0, text: str = "eng
 
 @functools.cache
 def _vocabulary() -> tuple[list[str], NDArray[np.float64]]:
-    """Words with the space before them, and their cumulative frequencies."""
-    found = Counter(re.findall(r"[A-Za-z']+[.,;:]?", " ".join(sample_documents())))
-    words = [f" {word}" + ("\n\n" if word.endswith(":") else "") for word in found]
+    """Return words with a leading space, and their cumulative frequencies."""
+    counts = Counter(re.findall(r"[A-Za-z']+[.,;:]?", " ".join(sample_documents())))
+    vocabulary = [f" {word}" + ("\n\n" if word.endswith(":") else "") for word in counts]
     syllables = np.array(_SYLLABLES.split())
     random = np.random.default_rng(0)
     drawn = syllables[random.integers(0, len(syllables), (_TAIL_WORDS, _MOST_SYLLABLES))].tolist()
     counts = random.integers(2, _MOST_SYLLABLES + 1, _TAIL_WORDS).tolist()
-    words += [" " + "".join(word[:count]) for word, count in zip(drawn, counts, strict=True)]
-    common = np.array(list(found.values())) / found.total()
+    vocabulary += [" " + "".join(word[:count]) for word, count in zip(drawn, counts, strict=True)]
+    common = np.array(list(counts.values())) / counts.total()
     rare = 1.0 / np.arange(1, _TAIL_WORDS + 1)
     weights = [common * (1 - _TAIL_SHARE), rare / rare.sum() * _TAIL_SHARE]
-    return words, np.cumsum(np.concatenate(weights))
+    return vocabulary, np.cumsum(np.concatenate(weights))

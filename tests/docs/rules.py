@@ -1,4 +1,4 @@
-"""The guide's table of rules of thumb, planned anew."""
+"""The guide's table of rules of thumb, computed by the current planner."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = (
 
 
 def print_rules() -> None:
-    """On the terminal."""
+    """Print the table."""
     print(rules_table(), end="")
 
 
@@ -37,8 +37,8 @@ def rules_table(cases: Sequence[tuple[str, int, int]] = CASES) -> str:
     rows = tuple(_row(*case) for case in cases)
     names = ("model", "devices, global batch", "fastest", "ZeRO-2/3 alone", "slower by")
     columns = tuple(
-        Column[tuple[str, ...]](name, lambda row, place=place: row[place], right=False)  # type: ignore[misc]
-        for place, name in enumerate(names)
+        Column[tuple[str, ...]](name, lambda row, index=index: row[index], right=False)  # type: ignore[misc]
+        for index, name in enumerate(names)
     )
     return markdown_table(Table(columns, rows))
 
@@ -47,7 +47,9 @@ def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
     asked = PlanOptions(model, GPU, gpus=devices, global_batch=batch)
     request = build_request(asked)
     fastest = min(
-        search_configurations(request).ranked, key=lambda found: found.seconds.total, default=None
+        search_configurations(request).ranked,
+        key=lambda candidate: candidate.seconds.total,
+        default=None,
     )
     sharded = find_best_of_each_family(request)[StrategyFamily.SHARDED_DATA]
     assert fastest is not None

@@ -43,7 +43,7 @@ def runs(tmp_path: Path) -> list[Path]:
 
 
 @pytest.mark.parametrize("which", SETS)
-def test_a_report_says_and_draws_what_it_always_did(
+def test_report_equals_its_golden_files(
     which: str, runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     paths = list(map(str, SETS[which](runs)))
@@ -71,7 +71,7 @@ def test_a_report_says_and_draws_what_it_always_did(
     }
 
 
-def test_explain_says_what_it_always_did(
+def test_explain_equals_its_golden_file(
     runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     paths = [str(path) for path in runs if path.name[9:].startswith(EXPLAINED)]
@@ -80,7 +80,7 @@ def test_explain_says_what_it_always_did(
     _check("strategies", "explain.txt", printed, tmp_path)
 
 
-def test_scrape_prints_what_it_always_did(
+def test_scrape_equals_its_golden_files(
     runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     logs = [str(path / "log.txt") for path in runs] + list(map(str, LOGS))
@@ -94,7 +94,7 @@ def test_scrape_prints_what_it_always_did(
 
 
 @pytest.mark.parametrize("run", ["pp2", "ep2"])
-def test_a_trace_is_drawn_as_it_always_was(
+def test_trace_equals_its_golden_file(
     run: str, runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     (folder,) = (p for p in SETS["strategies"](runs) if re.search(rf"Z-{run}-", p.name))

@@ -52,6 +52,6 @@ def dry_runner() -> Iterator[DryRunner]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _early_dry_runner(request: pytest.FixtureRequest) -> None:
-    """If a test needs it, let it import Megatron while the first tests of this folder run."""
+    """Start importing Megatron while the first tests of this folder run, if a test needs it."""
     if any("dry_runner" in getattr(item, "fixturenames", ()) for item in request.session.items):
         request.getfixturevalue("dry_runner")

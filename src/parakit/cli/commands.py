@@ -52,7 +52,7 @@ LASTING = (
 """Variables of every command that trains."""
 _COMPARED = (v.ITERS, *LASTING, v.REPEATS)
 TRAINING = (*_COMPARED, *_BATCH)
-_SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE)
+_SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE, v.GRACE)
 ONE_RUN = (*TRAINING, v.BACKEND, *_SAVING)
 TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)
 """Variables of a training target: all that concern one run."""
