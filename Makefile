@@ -23,7 +23,7 @@ for_host = $(if $(KIT_IMAGE),$(error 'make $@' is for the host; the kit's image 
 FORCE Makefile: ;
 # The runs of the tutorial by their published names: the shell completes 'make 446' to the whole name. They have no
 # recipe of their own, so that of % is theirs.
-$(shell sed -n 's/^\([0-9]*\),\([^,]*\),.*/\1-\2/p' examples/experiments/tutorial/rows.csv): FORCE
+$(shell sed -n 's/^\([0-9]*\),\([^,]*\),.*/\1-\2/p' examples/experiments/tutorial/rows.csv 2>/dev/null): FORCE
 
 help:
 	@tools/any_python.sh -m parakit.cli.help

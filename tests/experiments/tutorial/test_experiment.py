@@ -73,16 +73,16 @@ def test_variables_of_the_tutorial_are_refused_where_they_mean_nothing() -> None
 
 def test_chapter_without_gpus_says_what_to_run_instead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parakit.launch.devices.visible_gpus", tuple)
-    given = Namespace(name="tutorial-sp", chapter=None, devices=None, model=None)
+    arguments = Namespace(name="tutorial-sp", chapter=None, devices=None, model=None)
     with pytest.raises(LaunchError, match="DEVICES=8cpu' runs a chapter in small on CPU ranks"):
-        reproduce(given, Options(dry_run=True), CONSOLE)
+        reproduce(arguments, Options(dry_run=True), CONSOLE)
 
 
 def test_prediction_prints_published_predicted_and_what_ran(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    given = Namespace(gpu="h100", model=None, dtype=None, json=True)
-    assert run_named_experiment("tutorial-sp", Options(), CONSOLE, given=given) == 0
+    arguments = Namespace(gpu="h100", model=None, dtype=None, json=True)
+    assert run_named_experiment("tutorial-sp", Options(), CONSOLE, given=arguments) == 0
     lost, sequence, recomputed = json.loads(capsys.readouterr().out)
     assert (lost["published_memory_gb"], lost["fits"]) == (None, "does not fit")
     assert sequence["ran"] == "TP 8 with SP"
@@ -90,8 +90,8 @@ def test_prediction_prints_published_predicted_and_what_ran(
     for row in (sequence, recomputed):
         assert abs(row["memory_error"]) < 0.1
         assert abs(row["time_error"]) < 0.2
-    given.json = False
-    run_named_experiment("tutorial-sp", Options(), CONSOLE, given=given)
+    arguments.json = False
+    run_named_experiment("tutorial-sp", Options(), CONSOLE, given=arguments)
     text = " ".join(capsys.readouterr().out.split())
     assert "Predicted not to fit, as published: 281." in text
 

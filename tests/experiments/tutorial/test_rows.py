@@ -83,18 +83,18 @@ def published_flags(line: dict[str, str]) -> dict[str, list[str]]:
         "--attention-backend": ["flash" if chapter == "3" else "auto"],
         "--eval-interval": ["25" if chapter == "3" else "50"],
     }
-    own = values_by_flag(line["flags"].split())
+    row_flags = values_by_flag(line["flags"].split())
     degrees = parallelism_from_flags(
         ("--num-layers", "72", *line["flags"].split()), int(line["gpus"])
     )
     assert degrees.world_size == int(line["gpus"])
-    values |= {name: list(value) for name, value in own.items()}
+    values |= {name: list(value) for name, value in row_flags.items()}
     label = line["label"]
     for name, key in (("tensor-model", "TP"), ("pipeline-model", "PP"), ("context", "CP")):
-        words = f"{label}, ".replace(f"V{key}", "-").partition(f"{key} ")[2].partition(",")[0]
+        degree = f"{label}, ".replace(f"V{key}", "-").partition(f"{key} ")[2].partition(",")[0]
         # "CP 1" and chapters without the degree have 1; ETP is another flag.
         is_degree = chapter in {"TP": "24", "PP": "4", "CP": "3"}[key]
-        values[f"--{name}-parallel-size"] = [words if is_degree and words else "1"]
+        values[f"--{name}-parallel-size"] = [degree if is_degree and degree else "1"]
     if "SP" in label.split(", ") or chapter == "5":
         values["--sequence-parallel"] = []
     return values

@@ -27,7 +27,7 @@ class Plot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Exercise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the author leaves to the reader, with our answer and the command that shows it."""
+    """Exercise that the author leaves to the reader, with our answer and the command that shows it."""
 
     question: str
     answer: str

@@ -31,12 +31,12 @@ def train_row(target: str, options: Options, console: Console) -> int:
     return start_job(find_row(target).make_job(options), console)
 
 
-def run_tutorial(name: str, given: Namespace, options: Options, console: Console) -> int:
+def run_tutorial(name: str, arguments: Namespace, options: Options, console: Console) -> int:
     """Train a chapter of the tutorial, or predict it with GPU=; return the exit code.
 
     Args:
         name: `tutorial` or a chapter's name such as `tutorial-pp`.
-        given: Arguments that only some commands have: CHAPTER=, DEVICES=, MODEL=, and GPU= and JSON= of a prediction.
+        arguments: Arguments that only some commands have: CHAPTER=, DEVICES=, MODEL=, GPU= and JSON=.
         options: The caller's make variables.
         console: Shows progress and tables.
 
@@ -44,10 +44,10 @@ def run_tutorial(name: str, given: Namespace, options: Options, console: Console
         LaunchError: There is no such chapter, CHAPTER= contradicts the name, or a run cannot work here.
     """
     named = name.removeprefix(NAME).removeprefix("-") or None
-    chapter = getattr(given, "chapter", None) or named
+    chapter = getattr(arguments, "chapter", None) or named
     if named not in (None, chapter):
         raise LaunchError(f"NAME={name} and CHAPTER={chapter} are two chapters; leave one out.")
-    if getattr(given, "gpu", None):
-        return predict_chapter(given, chapter)
-    devices, model = (getattr(given, variable, None) for variable in ("devices", "model"))
+    if getattr(arguments, "gpu", None):
+        return predict_chapter(arguments, chapter)
+    devices, model = (getattr(arguments, variable, None) for variable in ("devices", "model"))
     return run_experiment(load_chapter(chapter, options, devices, model), OUTPUT, console)

@@ -54,7 +54,7 @@ class PredictedRow:
 
     @property
     def verdict(self) -> Fit:
-        """Whether the planner predicts that the run fits."""
+        """The planner's verdict on whether the run fits."""
         return self.timed.candidate.verdict
 
     def to_data(self) -> dict[str, object]:
@@ -200,11 +200,11 @@ def summarise_errors(predictions: Sequence[PredictedRow]) -> str:
 UNITS = "Memory is in the printed unit, thousands of MiB. A device of 80 GB is full at 81.6."
 
 
-def predict_chapter(given: Namespace, chapter: str | None) -> int:
+def predict_chapter(arguments: Namespace, chapter: str | None) -> int:
     """Print a chapter's runs with published and predicted figures on the device GPU=; return 0.
 
     Args:
-        given: Values of GPU=, DTYPE=, MODEL= and JSON=.
+        arguments: Values of GPU=, DTYPE=, MODEL= and JSON=.
         chapter: Name of the chapter; None is all chapters.
 
     Raises:
@@ -212,12 +212,12 @@ def predict_chapter(given: Namespace, chapter: str | None) -> int:
         ValueError: The device is unknown.
     """
     for variable in ("model", "dtype"):
-        if getattr(given, variable, None):
+        if getattr(arguments, variable, None):
             raise LaunchError(
                 f"The runs of the tutorial state their {variable}; leave {variable.upper()}= out."
             )
-    predictions = predict_rows(rows_of_chapter(chapter), given.gpu)
-    if given.json:
+    predictions = predict_rows(rows_of_chapter(chapter), arguments.gpu)
+    if arguments.json:
         print(json.dumps([item.to_data() for item in predictions], indent=2))
         return 0
     text = "\n\n".join((summarise_errors(predictions), UNITS, prediction_table(predictions)))
