@@ -28,7 +28,7 @@ TOKENS, HIDDEN = 32, 8
 _HIDDEN = 2 * TOKENS * HIDDEN
 """Bytes of a hidden state: 32 tokens, 8 columns."""
 _STATISTICS = 4 * 4 * TOKENS
-"""Of fused attention's softmax: 4 heads in fp32."""
+"""Bytes of the softmax statistics of fused attention: 4 heads in fp32."""
 EXPERTS = replace(
     TINY,
     bias=False,

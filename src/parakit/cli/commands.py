@@ -163,7 +163,7 @@ SECTIONS = {
              *(*ONE_RUN, v.MODEL, *v.NODE_SETTINGS)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
         Command("image", "parakit.cluster.container.image:build_image", "build the container for RUNTIME=docker",
-            (v.IMAGE, v.DRY_RUN), on_host=True),
+            (v.IMAGE, v.BASE_IMAGE, v.DRY_RUN), on_host=True),
         Command("[1-5][0-9][0-9]*", "parakit.experiments.tutorial.commands:train_row",
             "train a run of the tutorial by its id: make 446", (*ONE_RUN, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)),
         Command("reproduce", "parakit.experiments.commands:reproduce",

@@ -119,7 +119,8 @@ RUNTIME = Setting(
     "docker or host",
     "docker or host; CPU ranks run on the host unless docker is asked for",
 )
-IMAGE = Setting("IMAGE", "an NGC tag", "one of docker/versions.env")
+IMAGE = Setting("IMAGE", "an NGC tag", "a tag of docker/versions.env, 25.06-py3 to 26.06-py3")
+BASE_IMAGE = Setting("BASE_IMAGE", TEXT, "nvcr.io/nvidia/pytorch on a mirror registry, without tag")
 HOST_NETWORK = Setting("HOST_NETWORK", SWITCH, "1 gives containers this host's network", False)
 SHARE_GPU = Setting("SHARE_GPU", SWITCH, "1 puts all ranks on one GPU", False)
 NET = Setting(

@@ -26,7 +26,7 @@ def git(checkout: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of three files, of which `attention.py` imports `rope_utils.py`."""
+    """Return a repository with three files, in which `attention.py` imports `rope_utils.py`."""
     monkeypatch.delenv("GITHUB_BASE_REF", raising=False)
     files = {
         ATTENTION: "from ..models.rope_utils import rotate\n\n\ndef forward(query):\n    return rotate(query)\n",

@@ -46,11 +46,11 @@ def check_package_index() -> CheckResult:
 
 
 def check_image_registry() -> CheckResult:
-    """Check whether the registry in the Dockerfile's FROM answers; an HTTP error such as 401 is an answer too."""
+    """Check whether the registry of the Dockerfile's BASE_IMAGE answers; an HTTP error such as 401 is an answer too."""
     dockerfile = Path(ROOT, "docker", "Dockerfile").read_text()
-    match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
+    match = re.search(r"^ARG BASE_IMAGE=([^/\s]+)/", dockerfile, re.MULTILINE)
     if match is None:
-        fix = "write FROM <registry>/…"
+        fix = "write ARG BASE_IMAGE=<registry>/…"
         return pass_or_warn("Image registry", "docker/Dockerfile names none", fix)
     problem = explain_unreachable(f"https://{match.group(1)}/v2/")
     if problem:
