@@ -4,6 +4,7 @@ Calls of groups of several ranks are counted from the third training step on. A 
 the first call after the first one's. What a fault met is in `fired<rank>.json` of the run folder.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ IS_SECOND = len(FAULTS) > 1 and int(FAULTS[1][1]) == OWN
 FIRST_STEP = 3
 USERS = "/home/me/hook.py"
 PAUSE_SECONDS = 1.5
-STALLS = ("sleep", "loop", "stop", "kill", "link")
+STALLS = ("sleep", "loop", "stop", "kill", "link", "leave", "c")
 REDUCTIONS = ("allreduce", "_reduce_scatter_base", "reduce_scatter_single")
 POINT_TO_POINT = ("send", "recv")
 SIZED = (*REDUCTIONS, "_allgather_base", "all_gather_single")
@@ -105,6 +106,11 @@ def stall() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "link":
         subprocess.run(("ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"), check=True)
+    if KIND == "leave":
+        os._exit(0)
+    if KIND == "c":
+        # A signal ends this wait, as it ends many that libraries make.
+        ctypes.CDLL(None).sleep(1000)
     while KIND == "loop":
         pass
     while KIND in ("sleep", "data"):
