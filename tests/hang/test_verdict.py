@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.artifacts.run import STOPPED_FILE
+from parakit.artifacts.run import ASKED_FILE, STOPPED_FILE
 from parakit.hang.command import why_hang
 from parakit.hang.dumps import UnreadableDumpError, read_dump
 from parakit.hang.evidence import Frame, RankEvidence, RecordedCall, StepStage
@@ -433,3 +433,53 @@ def test_calls_of_backward_are_modules_and_layers_by_their_order() -> None:
     assert [place.module for place in found] == modules * 2
     assert [place.layer for place in found] == layers * 2
     assert [place.micro_batch for place in found] == [1] * 5 + [2] * 5
+
+
+def write_revived_job(folder: Path, asked_seconds: float) -> Path:
+    """Write a job whose rank 1 left its wait in C code when it was asked for its stack after these seconds."""
+    job = four()
+    job.call((0,), "1")
+    job.call((1,), "1")
+    for rank in (0, 1, 2, 3):
+        job.call((rank,), "0", size=1, line=3, function="train_step")
+    for rank, calls in job.entries.items():
+        calls[-1]["time_created_ns"] = START + int((asked_seconds + 1) * SECOND)
+        if rank == 1:
+            calls[-2]["time_created_ns"] = START + int((asked_seconds + 0.5) * SECOND)
+    job.write(folder)
+    (folder / ASKED_FILE).write_text(str(START + int(asked_seconds * SECOND)))
+    waiting = WAITING.replace("p2p_communication", "mappings").replace(
+        "pipeline_parallel", "tensor"
+    )
+    for rank in (0, 2, 3):
+        (folder / f"rank{rank}.txt").write_text(waiting.format("_reduce"))
+    hook = WORKING.replace("site/megatron/training/utils.py", "home/me/hook.py").replace(
+        "get_batch", "stall"
+    )
+    (folder / "rank1.txt").write_text(hook)
+    return folder
+
+
+def test_rank_that_its_signal_revived_is_named_by_what_was_before_the_signal(
+    tmp_path: Path,
+) -> None:
+    verdict_on_job = judge_hang(gather_evidence([write_revived_job(tmp_path, 40)]))
+    assert verdict_on_job.culprits == (1,)
+    assert "hook.py:12 in stall, called by training.py:5 in train_step" in verdict_on_job.sentence
+    assert verdict_on_job.next_step.startswith("Look at that line")
+
+
+def test_job_at_work_that_is_asked_for_stacks_is_no_hang(tmp_path: Path) -> None:
+    folder = write_revived_job(tmp_path, 2)
+    assert judge_hang(gather_evidence([folder])).verdict is HangOutcome.SLOW
+
+
+def test_minute_beyond_usual_pauses_is_a_sign_of_a_hang(tmp_path: Path) -> None:
+    job = Job({"0": (WORLD, (0, 1))})
+    for number in range(4):
+        job.call((0, 1), "0")
+        for rank in (0, 1):
+            job.entries[rank][-1]["time_created_ns"] = START + (number - 6) * 36 * SECOND
+    job.call((0,), "0", done=False)
+    job.entries[0][-1]["time_created_ns"] = START - 40 * SECOND
+    assert verdict(job, tmp_path).culprits == (1,)

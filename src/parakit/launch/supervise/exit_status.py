@@ -16,8 +16,8 @@ from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.cluster import free_files
 from parakit.config.files import relative_to_root
-from parakit.hang import find_slow_rank
 from parakit.formatting.units import gib
+from parakit.hang import find_slow_rank
 from parakit.launch.background import BackgroundThread
 from parakit.launch.supervise.hang import (
     EndedRunError,
