@@ -170,7 +170,7 @@ class Bench:
             with (launch.job.options.runs / "launcher.txt").open("w") as said:
                 os.dup2(said.fileno(), 1)
                 os.dup2(said.fileno(), 2)
-                execution.execute(launch, launch.job.options.runs, Console(), case.name)
+                execution.execute_launch(launch, launch.job.options.runs, Console(), case.name)
             status = 0
         finally:
             os._exit(status)
