@@ -71,9 +71,9 @@ def is_stacks(text: str) -> bool:
 def read_stacks(text: str) -> tuple[Frame, ...]:
     """Return the frames of a rank's main thread, innermost first; empty if there is none.
 
-    faulthandler writes the main thread last, and py-spy (text or JSON) calls it MainThread. py-spy's text
-    leaves out the folder that Python imported from, so its paths get a leading slash here: packages are
-    then recognised as `/torch/` and `/megatron/` in every folder.
+    faulthandler writes the main thread last. py-spy (text or JSON) names it MainThread. py-spy's text leaves
+    out the folder that Python imported from. Its paths get a leading slash here, so that `/torch/` and
+    `/megatron/` are found in them.
     """
     threads = _read_json_threads(text) if text[:1] == "[" else _read_text_threads(text)
     threads_with_frames = [thread for thread in threads if thread.frames]
@@ -157,9 +157,9 @@ UNKNOWN_OPERATION = "collective"
 def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> WatchdogLog:
     """Return what torch 1.12 and later report of calls that timed out, do not fit, or were never entered.
 
-    The rank of a line is in its prefix, or is the rank in the group if the group is that of all ranks;
-    otherwise it is `rank_of_file`. torch before 2.2 writes no prefix: then the rank within the unknown
-    group is taken, and `is_rank_uncertain` is set. Lines of an unknown rank are left out.
+    A line's rank is taken from its prefix, from its rank within the group if the group has all ranks, or else
+    from `rank_of_file`. torch before 2.2 writes no prefix. The rank within the unknown group is then taken, and
+    `is_rank_uncertain` is set. Lines of an unknown rank are left out.
 
     Args:
         lines: Lines of the log.
@@ -270,7 +270,9 @@ def _join_timeouts(
 
 
 def _make_timeout(rank: int, match: re.Match[str], count: re.Match[str] | None) -> ReportedTimeout:
-    """Return the timeout of a line. Its group is that of the line, else that of the line with the counts."""
+    """Return the timeout of a line. The group is taken from the timeout's line, or else from the line with the
+    counts.
+    """
     line_with_group = match if match["group"] or count is None else count
     fields = match.groupdict()
     operation = fields.get("operation")

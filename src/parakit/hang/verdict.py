@@ -328,10 +328,10 @@ def _judge_completed_calls(evidence: HangEvidence) -> HangVerdict:
 def _judge_roots(waits: Waits, roots: Sequence[int]) -> HangVerdict:
     """Return the verdict on roots, which are ranks that others wait for.
 
-    Roots that left evidence are the culprits, and roots that left none are then suspects. If a root with
-    evidence may itself wait in a call that nothing recorded, there is no culprit, and all roots are suspects
-    (or the verdict is on pipeline communication, if all roots are in it). If no root left evidence, a single
-    root is the culprit, and several roots are suspects.
+    Roots that left evidence are the culprits, and roots that left none are then suspects. If a root may itself
+    wait in a call that nothing recorded, there is no culprit, and all roots are suspects. If all roots are in
+    pipeline communication, the verdict says so. If no root left evidence, a single root is the culprit, and
+    several roots are suspects.
     """
     ranks = sorted(set(roots))
     rank_names = format_ranks(ranks).capitalize()
