@@ -104,6 +104,21 @@ def test_variables_and_options_give_equal_arguments() -> None:
 
 
 @pytest.mark.parametrize(
+    ("option", "known_option"),
+    [("--gbs", "--global-batch"), ("--mbs=2", "--micro-batch"), ("--modell", "--model")],
+)
+def test_unknown_option_is_refused_with_the_option_of_that_meaning(
+    option: str, known_option: str
+) -> None:
+    command = find_command("plan")
+    assert command is not None
+    name = option.partition("=")[0]
+    sentence = rf"^There is no option {name}; did you mean {known_option}\?$"
+    with pytest.raises(SettingError, match=sentence):
+        parse_arguments(command, [option, "256"], "parakit plan")
+
+
+@pytest.mark.parametrize(
     ("target", "name", "sentence"),
     [
         ("train-tp2-gpt2-tiny-2cpu", "ITER", "There is no variable ITER; did you mean ITERS="),
