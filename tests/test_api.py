@@ -116,7 +116,7 @@ print(json.dumps({{
     ],
     ids=["plan", "estimate", "why_hang", "inspect_checkpoint"],
 )
-def test_a_value_as_data_is_what_the_command_prints_as_json(
+def test_value_as_data_equals_the_json_of_the_command(
     value: Any, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = value()
@@ -126,7 +126,7 @@ def test_a_value_as_data_is_what_the_command_prints_as_json(
     assert made._repr_html_().startswith("<pre")
 
 
-def test_logs_as_data_are_what_scrape_prints_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_as_data_equal_the_json_of_scrape(capsys: pytest.CaptureFixture[str]) -> None:
     logs = parakit.read_logs([LOG])
     data = json.loads(json.dumps([log.to_dict() for log in logs]))
     assert data == printed_json(("report", "scrape", str(LOG)), capsys)

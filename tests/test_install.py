@@ -92,7 +92,7 @@ def test_existing_uv_installs_every_package_with_its_hashes(machine: Machine) ->
     assert "+ six" not in answer.stderr
 
 
-def test_uv_is_given_what_pip_is_configured_with(machine: Machine) -> None:
+def test_uv_gets_the_configuration_of_pip(machine: Machine) -> None:
     machine.uv()
     (machine.folder / "pip.conf").write_text(
         "[global]\nindex-url = https://a/simple\nextra-index-url = https://b/simple\n  https://c/simple\n"

@@ -32,13 +32,15 @@ def measured_at(folder: Path, skipped: int, iterations: int) -> tuple[list[int],
     return seen, result.categories[MemoryCategory.OPTIMIZER_STATE]
 
 
-def test_memory_is_measured_once_where_the_first_update_makes_the_state(tmp_path: Path) -> None:
+def test_memory_is_measured_once_after_the_first_update_creates_optimizer_state(
+    tmp_path: Path,
+) -> None:
     seen, state = measured_at(tmp_path, 0, 8)
     assert seen == [MEMORY_ITERATION]
     assert state >= 2 * 8 * 8 * 4
 
 
-def test_while_fp16_skips_updates_there_is_no_state_so_memory_is_measured_again(
+def test_memory_is_measured_again_while_fp16_skips_updates(
     tmp_path: Path,
 ) -> None:
     seen, state = measured_at(tmp_path, 5, 9)
@@ -46,7 +48,7 @@ def test_while_fp16_skips_updates_there_is_no_state_so_memory_is_measured_again(
     assert state >= 2 * 8 * 8 * 4
 
 
-def test_a_run_whose_updates_are_all_skipped_keeps_the_first_measurement(tmp_path: Path) -> None:
+def test_run_with_only_skipped_updates_keeps_the_first_measurement(tmp_path: Path) -> None:
     assert measured_at(tmp_path, 9, 9) == ([MEMORY_ITERATION], 0)
 
 
@@ -75,7 +77,7 @@ def test_three_iterations_are_enough_for_exact_calls(tmp_path: Path) -> None:
     assert recorder.last.sent_bytes == 400
 
 
-def test_processor_time_is_kept_of_each_steady_iteration_and_waiting_is_none(
+def test_processor_time_is_recorded_per_steady_iteration_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent = [0.0]  # The time is that of this thread, so waiting does not add to it.

@@ -82,7 +82,7 @@ def test_the_tuned_setting_is_bf16_with_patches_that_exist() -> None:
     assert fused(TUNED) <= set(NAMES)
 
 
-def test_every_patch_is_measured_alone_once() -> None:
+def test_every_patch_has_a_single_run_with_only_this_patch() -> None:
     assert sorted(name for cell in ALONE for name in fused(cell)) == sorted(NAMES)
     assert all("--bf16" not in extra(cell) for cell in ALONE)
     assert all(cell.why == f"the patch {cell.job.options.fused[0]} alone" for cell in ALONE)
@@ -145,7 +145,7 @@ def test_each_split_of_the_sample_holds_sequences_of_the_models_length(sample_pr
         assert lengths[start:end].sum() > 4 * load_model("gpt2-large").shape.seq_length
 
 
-def test_every_patch_can_be_left_out_of_tuned_or_added_to_it_by_name() -> None:
+def test_patches_can_be_removed_from_or_added_to_the_tuned_setting_by_name() -> None:
     for name in NAMES:
         if name in fused(TUNED):
             (other,) = chosen(f"tuned-{name}")

@@ -29,7 +29,7 @@ def test_peak_memory_excludes_that_of_the_parent_process():
 
 
 @pytest.mark.slow
-def test_half_a_million_iterations_take_250_mb():
+def test_scraping_half_a_million_iterations_needs_at_most_250_mb():
     program = (
         "from tests.bench.scrape import bench_scrape; r = bench_scrape();"
         "print(r.peak_memory_mib, r.log_bytes)"

@@ -22,7 +22,7 @@ WHEEL_MEGABYTES = 120
 LOG = ROOT / "tests/reporting/logs/megatron-0.19.0.log"
 
 
-def test_a_clone_is_found_from_any_folder_in_it(tmp_path: Path) -> None:
+def test_clone_is_recognised_from_any_of_its_folders(tmp_path: Path) -> None:
     assert program.find_clone(ROOT / "tests" / "planner") == ROOT
     assert program.find_clone(tmp_path) is None
 

@@ -171,6 +171,53 @@ def test_site_lines_may_use_unset_variables_and_override_no_variable(
     assert (folders[0] / "slurm.txt").read_text() == f"got:\n5 {folders[0]}\n"
 
 
+def test_a_site_may_load_modules_although_slurm_passes_no_function_on(tmp_path: Path) -> None:
+    (tmp_path / "modules" / "init").mkdir(parents=True)
+    (tmp_path / "modules" / "init" / "bash").write_text(
+        'module() { export LOADED="$*"; [ -n "$NEVER_SET" ] || true; }\n'
+    )
+    site = Slurm(setup=("module load cuda/12.9",))
+    text = render_batch_script(job(slurm=site, python="python"))
+    _, seen = run_script(text, tmp_path, MODULESHOME=str(tmp_path / "modules"))
+    assert seen["LOADED"] == "load cuda/12.9"
+
+
+def test_gpus_cpus_time_and_running_elements_have_defaults_that_come_before_the_sites() -> None:
+    gpus = {"device": DeviceKind.GPU, "devices_per_node": 8}
+    site = Slurm(directives=("--time=1:00", "--cpus-per-task=96"))
+    text = render_batch_script(job(*(CELL,) * 20, slurm=site, **gpus))
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+    for ours in ("--gpus-per-node=8", "--cpus-per-task=32", "--time=04:00:00", "--array=0-19%8"):
+        assert ours in lines
+    assert lines[-2:] == ["--time=1:00", "--cpus-per-task=96"]
+    assert "--cpus-per-task" not in text.partition("exec srun")[2]
+
+
+def test_slurm_gres_names_the_gpus_in_place_of_gpus_per_node() -> None:
+    asked = {"LAUNCHER": "slurm", "SLURM_GRES": "gpu:h200:4"}
+    slurm = parse_slurm_options(read_of(SLURM_SETTINGS, asked))
+    assert slurm is not None
+    text = render_batch_script(job(slurm=slurm, device=DeviceKind.GPU, devices_per_node=4))
+    assert "#SBATCH --gres=gpu:h200:4\n" in text
+    assert "--gpus-per-node" not in text
+
+
+def test_a_misspelt_variable_of_slurm_is_refused_and_slurms_own_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name in ("SLURM_CONF", "SLURM_TIME_FORMAT", "SLURM_JOB_PARTITION"):
+        monkeypatch.setenv(name, "x")
+    parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm"}))
+    monkeypatch.setenv("SLURM_PARTION", "h200")
+    with pytest.raises(
+        ValueError, match="no variable SLURM_PARTION; did you mean SLURM_PARTITION="
+    ):
+        parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm"}))
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm"}))
+
+
 def test_step_gets_the_cpus_of_its_job() -> None:
     show = f"{CPUS}\necho ${{SRUN_CPUS_PER_TASK-none}}"
     for given_, told in (({}, "none"), ({"SLURM_CPUS_PER_TASK": "64"}, "64")):

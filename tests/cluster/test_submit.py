@@ -79,7 +79,7 @@ def test_repeats_are_array_elements_with_separate_folders(
     jobs = [json.loads((folder / "job.json").read_text())["job_id"] for folder in folders]
     assert jobs == ["12_0", "12_1"]
     text = (folders[0] / "job.sbatch").read_text()
-    assert "--array=0-1" in text
+    assert "--array=0-1%8" in text
     assert "REPEATS" not in text
 
 
@@ -93,6 +93,33 @@ def test_a_key_is_passed_by_name_and_only_to_a_run_that_uses_it(
     assert "WANDB_API_KEY" in (programs / "submitted").read_text()
     written = [path for path in runs.rglob("*") if path.is_file()]
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
+
+
+def test_variables_of_transport_memory_and_modules_are_passed_on_and_named(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    site = tmp_path / "site"
+    site.write_text("module load cuda\n")
+    passed = {
+        "UCX_TLS": "rc",
+        "FI_PROVIDER": "efa",
+        "NCCL_IB_HCA": "mlx5",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TRITON_CACHE_DIR": "/scratch/triton",
+        "CUDA_HOME": "/opt/cuda",
+        "MODULEPATH": "/opt/modules",
+        "LMOD_DIR": "/opt/lmod",
+        "BASH_ENV": "/opt/lmod/init/bash",
+    }
+    runs = tmp_path / "runs"
+    answer = submit(runs, sample_prefix, SLURM_SITE=str(site), HF_TOKEN=KEY, **passed)
+    assert answer.returncode == 0, answer.stdout
+    text = (programs / "submitted").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("#SBATCH --export="))
+    assert passed.keys() <= set(line.partition("=")[2].split(","))
+    assert "HF_TOKEN" not in text
+    shown = " ".join(answer.stdout.split())
+    assert all(name in shown.partition("passed on to it:")[2] for name in passed)
 
 
 def test_job_that_slurm_refuses_leaves_no_run_folder(

@@ -134,6 +134,23 @@ def test_cancelled_and_requeued_job_ends_with_the_losses_of_an_undisturbed_one(
     assert {i: requeued[i] for i in both} == {i: expected[i] for i in both}
 
 
+def test_a_job_that_is_warned_of_its_end_saves_requeues_itself_and_resumes(
+    cluster: Cluster, tmp_path: Path, sample_prefix: Path
+) -> None:
+    asked = {"ITERS": "40", "SAVE_EVERY": "1000", "GRACE": "120"}
+    folder = submit(cluster, tmp_path, sample_prefix, "dp2", **asked)
+    job = job_of(folder)
+    wait_for(cluster, folder, "iteration        6/")
+    cluster.ask("scancel", "--signal=USR1", job)  # As --signal= does before the time limit.
+    wait_for(cluster, folder, "exiting program after receiving SIGTERM")
+    cluster.wait(job, "PENDING", "COMPLETED")
+    output = f"{cluster.wait(job, 'COMPLETED', 'FAILED')}: {(folder / 'slurm.txt').read_text()}"
+    assert read_status(folder).status is Status.OK, output
+    (resumption,) = read_run(folder).resumptions
+    assert resumption.iteration >= 6
+    assert f"is requeued and resumes from iteration {resumption.iteration}" in output
+
+
 def test_sweep_trains_as_an_array_and_the_next_sweep_reuses_its_runs(
     cluster: Cluster, tmp_path: Path, sample_prefix: Path
 ) -> None:

@@ -9,7 +9,7 @@ from parakit.config.hardware import (
 )
 
 
-def test_a_device_is_found_by_the_name_its_driver_gives() -> None:
+def test_device_is_recognised_by_the_name_of_its_driver() -> None:
     device = find_device("NVIDIA H200")
     assert device is not None
     assert device.peak_flops("bf16") == 989.5e12

@@ -183,7 +183,7 @@ def test_args_file_is_a_model_named_after_the_file(tmp_path: Path) -> None:
         load_model("mine", "gone/mine.args")
 
 
-def test_dropout_is_the_familys_unless_the_model_has_its_own() -> None:
+def test_model_has_the_dropout_of_its_family_unless_its_file_sets_another() -> None:
     assert load_model("moe-tiny").dropout == 0
     assert load_model("gpt2-large").dropout == 0.1
     assert load_model("gpt2-tiny").dropout == 0
@@ -260,5 +260,5 @@ def test_token_attends_only_to_tokens_of_its_window() -> None:
         ("--quick-geglu --activation-func-clamp-value 7 --use-transformer-engine-op-fuser", False),
     ],
 )
-def test_quick_geglu_is_clamped_by_kernels_of_its_own(flags: str, clamped: bool) -> None:
+def test_only_quick_geglu_has_separate_kernels_for_clamping(flags: str, clamped: bool) -> None:
     assert shape_from_flags("m", Flags([*DIMENSIONS, *flags.split()])).clamps_activations is clamped

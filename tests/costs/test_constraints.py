@@ -192,7 +192,7 @@ def test_recomputing_only_an_mlp_with_biases_is_refused(
     )
 
 
-def test_fp16_is_refused_where_upstream_refuses_it() -> None:
+def test_fp16_is_refused_in_the_same_cases_as_in_megatron() -> None:
     (violation,) = refusals(MOE, Parallelism(data=2, expert=2), Batch(1, 2), dtype="fp16")
     assert "EP refuses fp16" in violation
     fsdp2 = Parallelism(data=2, sharding=Sharding.FSDP2)
@@ -213,7 +213,7 @@ def test_experts_in_fp16_are_refused_up_to_015() -> None:
 
 
 @pytest.mark.parametrize("chosen", [0, 9])
-def test_a_token_goes_to_at_least_one_and_at_most_all_experts(chosen: int) -> None:
+def test_experts_per_token_are_at_least_one_and_at_most_all(chosen: int) -> None:
     (violation,) = refusals(replace(MOE, experts_per_token=chosen), Parallelism(), Batch(1, 1))
     assert f"to {chosen} of 8 experts; use a --moe-router-topk of 1 to 8." in violation
 

@@ -30,7 +30,7 @@ def test_the_published_baseline_reaches_its_published_utilisation() -> None:
 
 
 @pytest.mark.parametrize("figure", h200_figures(), ids=lambda figure: figure.strategy)
-def test_the_guide_s_rates_of_a_published_run_follow_from_its_time(figure: Figure) -> None:
+def test_rates_in_the_guide_follow_from_the_time_of_the_published_run(figure: Figure) -> None:
     (row,) = (
         line for line in GUIDE.splitlines() if f"`train-{figure.strategy}-gpt2-large-" in line
     )

@@ -147,7 +147,7 @@ def test_selective_recomputation_drops_the_scores() -> None:
 
 
 _ELEMENTS = 16 * 2 * 8
-"""Of a hidden state: 16 positions, 2 samples, 8 columns."""
+"""Elements of a hidden state: 16 positions, 2 samples, 8 columns."""
 _EXPERTS = replace(
     TINY,
     bias=False,
@@ -202,7 +202,7 @@ def test_experts_and_latent_attention_free_tensors_of_recomputed_modules(
     assert recomputed_bytes(recomputing) == dropped
 
 
-def test_unfused_attention_keeps_keys_and_values_once_a_head() -> None:
+def test_unfused_attention_stores_keys_and_values_per_head() -> None:
     shape = replace(tiny().shape, query_groups=1)
     grouped, plain = (replace(tiny(fused_attention=False), shape=s) for s in (shape, tiny().shape))
     assert layer_activation_bytes(grouped) == layer_activation_bytes(plain)
@@ -250,7 +250,7 @@ def test_memory_does_not_depend_on_the_number_of_micro_batches() -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "hold"), [(64, "layers"), (64_000, "table")])
-def test_zero3_holds_the_output_layer_and_two_whole_layers_or_its_gradient(
+def test_zero3_holds_gathered_output_layer_and_two_full_layers_or_a_full_gradient(
     vocabulary: int, hold: str
 ) -> None:
     shape = replace(TINY, vocabulary=vocabulary)
@@ -322,7 +322,7 @@ def test_busiest_rank_stores_activations_of_more_tokens() -> None:
 @pytest.mark.parametrize(
     ("pipeline", "virtual", "expected"), [(1, 1, 4), (2, 1, 4), (4, 1, 4), (2, 2, 5)]
 )
-def test_the_first_stage_holds_a_whole_models_worth_of_layers(
+def test_first_stage_stores_activations_of_as_many_layers_as_the_model_has(
     pipeline: int, virtual: int, expected: int
 ) -> None:
     spec = tiny(Parallelism(pipeline=pipeline, virtual_stages=virtual))
@@ -338,7 +338,7 @@ def test_interleaving_holds_one_plus_p_minus_1_over_pv_models(pipeline: int, vir
     assert layers_in_flight(spec, 0) == pytest.approx(shape.layers * ratio)
 
 
-def test_few_micro_batches_keep_few_activations() -> None:
+def test_few_micro_batches_store_few_activations() -> None:
     spec = replace(tiny(Parallelism(pipeline=4)), batch=Batch(2, 4))
     assert layers_in_flight(spec, 0) == 2
 

@@ -65,13 +65,13 @@ def test_backward_never_runs_before_its_forward(timeline: SimulatedSchedule) -> 
             assert ends[worker, forward] < end
 
 
-def test_pipedream_keeps_a_version_for_every_micro_batch_in_flight() -> None:
+def test_pipedream_stores_a_weight_version_per_micro_batch_in_flight() -> None:
     measured = measure_schedule(simulate_schedule(PipelineSchedule.PIPEDREAM, 4, 8))
     assert measured.weight_versions == (4, 3, 2, 1)
     assert measured.staleness == (3, 2, 1, 0)
 
 
-def test_flushing_schedules_keep_one_version_and_are_never_stale() -> None:
+def test_flushing_schedules_store_a_single_weight_version_without_staleness() -> None:
     for schedule in (
         PipelineSchedule.GPIPE,
         PipelineSchedule.ONE_F_ONE_B,
@@ -82,7 +82,7 @@ def test_flushing_schedules_keep_one_version_and_are_never_stale() -> None:
         assert set(measured.staleness) == {0}
 
 
-def test_the_published_pp2_run_idles_as_long_as_it_works() -> None:
+def test_published_pp2_run_is_idle_for_as_long_as_it_computes() -> None:
     assert measure_schedule(simulate_schedule(PipelineSchedule.ONE_F_ONE_B, 2, 1)).bubble == 1
 
 

@@ -18,7 +18,7 @@ def study(reports: Path, *results: SimpleNamespace) -> Study:
     return Study(experiment, planned, runner, Console(), reports)
 
 
-def test_the_report_of_all_runs_is_written_where_the_experiment_looks_for_it(
+def test_report_of_all_runs_is_written_to_the_folder_of_the_experiment(
     tmp_path: Path,
 ) -> None:
     folder = write_run(tmp_path / "runs", run_record("one"), log_text([900.0] + [80.0] * 12))

@@ -73,7 +73,7 @@ def test_differences_within_noise_are_not_reported_as_a_crossover() -> None:
     ]
 
 
-def test_each_number_of_devices_has_a_sentence_of_its_own() -> None:
+def test_each_number_of_devices_has_a_separate_sentence() -> None:
     sentences = describe_sweep([*pair((110, 100)), *pair((100, 110), devices=2)])
     assert [sentence.partition(" is")[0] for sentence in sentences] == [
         "On 1 CPU rank native",
@@ -108,7 +108,7 @@ def test_fastest_run_of_a_model_may_have_a_shape_changed_by_flags() -> None:
     assert list(select_fastest([slow, fast]).values()) == [[fast]]
 
 
-def test_the_table_names_ratio_and_verdict_against_the_first_backend() -> None:
+def test_table_has_ratio_and_verdict_relative_to_the_first_backend() -> None:
     text = render("s", pair((100, 50)), [])
     rows = [line for line in text.splitlines() if line.startswith("| gpt2-tiny |")]
     assert "×0.500" in rows[1]

@@ -447,7 +447,7 @@ def test_log_folded_between_words_gives_the_same_values(tmp_path, name, width, b
 
 
 @pytest.mark.parametrize("name", ["0.14", "0.18.2"])
-def test_a_containers_json_log_keeps_everything(tmp_path, name):
+def test_json_log_of_a_container_gives_all_values(tmp_path, name):
     path = tmp_path / "a.log"
     path.write_text(docker((LOGS / f"megatron-{name}.log").read_text()))
     mine, whole = scrape_log(path), scrape_log(LOGS / f"megatron-{name}.log")

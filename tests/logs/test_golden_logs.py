@@ -98,7 +98,7 @@ def test_averaged_line_contains_the_mean_of_two_losses():
     assert all(a == pytest.approx(b, abs=2e-5) for a, b in losses)
 
 
-def test_memory_line_of_another_rank_in_the_same_line_is_found():
+def test_memory_report_of_another_rank_in_the_same_line_is_read():
     log, _ = golden("0.12")
     assert [reading.rank for reading in log.memory] == [2, 0]
     assert log.iterations[0].extra_metrics == {"load_balancing_loss": 1.013402}

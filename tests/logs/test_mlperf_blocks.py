@@ -9,9 +9,9 @@ from parakit.logs.scrape import scrape_log
 
 BATCH = 32
 STEPS = 384
-"""Of a block."""
+"""Steps per block."""
 MS = 250.0
-"""Of a step."""
+"""Milliseconds per step."""
 PAUSE = 9000
 """Milliseconds of an evaluation between two blocks."""
 

@@ -61,7 +61,7 @@ def test_after_a_restart_the_later_line_counts(tmp_path):
     assert "restarted at iteration 6" in log.notes[0]
 
 
-def test_resume_without_repeated_iterations_is_a_restart_too(tmp_path):
+def test_resume_without_repeated_iterations_is_a_restart(tmp_path):
     text = "\n".join(
         [iteration_line(1), iteration_line(2), ARGUMENTS + START, iteration_line(3, micro=False)]
     )

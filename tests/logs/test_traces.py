@@ -227,7 +227,7 @@ def test_gaps_are_the_time_that_no_kernel_covers(kernels: list[tuple[int, int]])
     assert set(milliseconds) <= set(GROUPS)
 
 
-def test_a_real_trace_of_a_cpu_is_split_by_the_operators_own_time(tmp_path: Path) -> None:
+def test_real_cpu_trace_is_split_by_self_time_of_operators(tmp_path: Path) -> None:
     norm, linear = torch.nn.LayerNorm(64), torch.nn.Linear(64, 256)
     x = torch.randn(128, 64)
     with torch.profiler.profile(

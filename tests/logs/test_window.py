@@ -50,7 +50,7 @@ def test_pauses_after_every_iteration_are_the_normal_state(tmp_path):
     assert window(tmp_path, text).iterations == (2, 3, 4, 5, 6, 7)
 
 
-def test_warm_up_is_cut_where_times_settle():
+def test_warm_up_ends_once_times_settle():
     assert count_warm_up_samples([300.0, 220.0, 160.0, 130.0, *noise(40)]) == 4
 
 

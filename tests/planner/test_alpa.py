@@ -77,7 +77,7 @@ def test_a_stage_of_more_work_gets_more_devices() -> None:
     assert stages[0] == 1 + 3 + 9 * 3
 
 
-def test_submeshes_are_powers_of_two_in_a_node_and_whole_nodes() -> None:
+def test_submeshes_are_powers_of_two_in_a_node_or_full_nodes() -> None:
     assert list_submeshes(4, 4) == [1, 2, 4]
     assert list_submeshes(24, 8) == [1, 2, 4, 8, 16, 24]
 

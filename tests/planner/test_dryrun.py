@@ -160,7 +160,7 @@ _LAYOUTS = {
     "last stage": (Parallelism(pipeline=2, tensor=2), 3),
 }
 _BY_DEFAULT = {("virtual", "full uniform 2"), ("last stage", "full block 1")}
-"""Each way to checkpoint once."""
+"""Cases of the default suite, one per method of recomputation."""
 
 
 @pytest.mark.parametrize(
@@ -348,13 +348,13 @@ def test_bad_requests_are_refused_before_a_process_starts(
     assert captured.out == ""
 
 
-def test_ranks_are_those_of_the_pipeline_s_stages() -> None:
+def test_named_ranks_are_those_of_pipeline_stages() -> None:
     split = Parallelism(data=8, tensor=8, pipeline=16)
     spec = configured(load_model("gpt3-175b"), split, Batch(1, 256))
     assert parse_ranks("first,middle,last,7,0", spec) == (0, 512, 1023, 7)
 
 
-def test_flags_keep_the_model_s_precision_that_cpu_runs_drop() -> None:
+def test_dry_run_keeps_the_precision_of_the_model_which_cpu_runs_drop() -> None:
     model = load_model("gpt3-175b")
     flags = encode_flags(model, configured(model, Parallelism(tensor=8), Batch(1, 1)))
     assert "--bf16" in flags

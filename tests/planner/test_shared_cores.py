@@ -154,7 +154,7 @@ def test_gathered_weights_move_at_the_rate_of_a_gather() -> None:
     assert scattered - plain == pytest.approx(2 * plain / 3, rel=0.02)
 
 
-def test_cpu_ranks_and_megatrons_own_layers_gather_keys_and_values_alone() -> None:
+def test_cpu_ranks_and_local_layers_gather_only_keys_and_values() -> None:
     from parakit.planner.candidates import list_cp_comm_types
 
     split = Parallelism(context=2)

@@ -20,10 +20,10 @@ from parakit.planner.time.rates import DeviceRates, compute_device_rates
 from parakit.planner.time.traffic import layer_bytes
 
 HOST = read_args_file(ROOT / "src" / "parakit" / "launch" / "runtimes" / "host.args")
-"""Of a host without Transformer Engine."""
+"""Flags of a host without Transformer Engine."""
 LARGE = load_model("gpt2-large")
 HIDDEN = 32 * 1024 * 1280
-"""Elements of a hidden state of its micro batch."""
+"""Elements of a hidden state of a micro batch."""
 
 
 def run(*fused: str, dtype: str = "fp16") -> RunSpec:
@@ -69,7 +69,7 @@ def test_unfused_layer_moves_additional_bytes_for_norms_bias_and_qkv_gradients()
     )
 
 
-def test_rotary_positions_are_a_dozen_passes_where_they_are_not_fused() -> None:
+def test_unfused_rotary_positions_take_a_dozen_memory_passes() -> None:
     spec = run()
     spec = replace(spec, shape=replace(spec.shape, positions=0))
     fused, split = layer_bytes(spec, rate([])), layer_bytes(spec, rate(["--no-rope-fusion"]))

@@ -144,7 +144,7 @@ def test_advice_on_an_empty_or_damaged_file_is_about_the_file(tool, tmp_path, ca
         assert "such documents" not in error
 
 
-def test_an_empty_document_is_kept_as_megatron_keeps_it_and_named(
+def test_empty_document_is_written_like_by_megatron_and_named(
     tool, tmp_path, capsys, write_lines, reference, read_pair
 ):
     path = write_lines(["one", "", "two"])

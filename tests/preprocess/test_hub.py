@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from parakit.config.files import ROOT
+from parakit.data import HUB_CACHES, find_default_hub_cache
 from parakit.data.indexed import open_dataset
 from tests.launch.hub_server import Hub, parquet, serving
 
@@ -133,6 +134,42 @@ def test_a_hub_without_the_data_set_is_distinguished_from_a_broken_one(tmp_path:
     assert answer.returncode == 1
     assert f"{HUB_NAME} was not fetched from {hub.url} (" in answer.stderr
     assert "Traceback" not in answer.stderr
+
+
+def test_without_network_the_reason_comes_before_the_client_tries_for_a_minute(
+    tmp_path: Path,
+) -> None:
+    code = (
+        "import sys, time; from tools.preprocess import hub; began = time.monotonic(); "
+        "reason = hub._go_offline_if_unreachable(); import os, huggingface_hub.constants as c; "
+        "print(reason, c.HF_HUB_OFFLINE, time.monotonic() - began < 30)"
+    )
+    environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HOME": str(tmp_path)}
+    answer = subprocess.run(
+        (sys.executable, "-c", code),
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert answer.stdout.strip().endswith("Connection refused True True")
+
+
+def test_a_default_cache_that_holds_the_data_set_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for variable in HUB_CACHES:
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert find_default_hub_cache(HUB_NAME) is None
+    snapshot = tmp_path / "huggingface/hub/datasets--vuiseng9--openwebtext-10k/snapshots/abc"
+    snapshot.mkdir(parents=True)
+    (snapshot / "train.parquet").touch()
+    assert find_default_hub_cache(HUB_NAME) == tmp_path / "huggingface" / "hub"
+    assert find_default_hub_cache("somebody/else") is None
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "mine"))
+    assert find_default_hub_cache(HUB_NAME) is None
 
 
 @pytest.mark.slow

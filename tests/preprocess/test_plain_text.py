@@ -33,7 +33,7 @@ def test_a_file_is_a_document_by_default(make, tmp_path, reference):
 
 @pytest.mark.parametrize("blank", ["\n\n", "\n \t\n\n", "\r\n\r\n", "\r\r"])
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
-def test_a_paragraph_is_a_document_if_it_is_asked_for(make, tmp_path, reference, blank, encoding):
+def test_paragraphs_become_documents_on_request(make, tmp_path, reference, blank, encoding):
     path = write(tmp_path / "in.txt", blank + blank.join(PARAGRAPHS) + "\n", encoding)
     flags = ("--txt-documents", "paragraph")
     assert make(path, flags=flags) == reference(PARAGRAPHS, None)
@@ -62,7 +62,9 @@ def test_json_lines_in_a_txt_file_are_still_json_lines(make, tmp_path, reference
     assert make(write(tmp_path / "in.txt", rows)) == reference(PARAGRAPHS, None)
 
 
-def test_notes_beside_json_lines_are_no_documents(make, tmp_path, reference, write_lines):
+def test_text_files_in_a_folder_of_json_lines_are_no_documents(
+    make, tmp_path, reference, write_lines
+):
     folder = tmp_path / "data"
     folder.mkdir()
     write(folder / "README.txt", "Do not train on this.")

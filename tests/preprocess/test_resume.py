@@ -160,7 +160,7 @@ def test_a_changed_input_is_refused_with_the_difference(
     assert tool(*arguments, "--restart") == 0
 
 
-def test_a_damaged_shard_is_noticed_on_resuming(tool, interrupted, tmp_path, capsys):
+def test_damaged_shard_is_detected_on_resume(tool, interrupted, tmp_path, capsys):
     with (tmp_path / "o.partial/part-000000/text.bin").open("r+b") as stream:
         stream.seek(1000)
         stream.write(b"\xff\xff")
@@ -180,7 +180,7 @@ def test_truncated_index_of_a_part_is_detected_before_publishing(
     assert tool(*interrupted, "--restart") == 0
 
 
-def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
+def test_concurrent_runs_with_the_same_output_are_refused(tool, interrupted, tmp_path, capsys):
     from parakit.data.folder import lock_folder
 
     with lock_folder(tmp_path / "o.partial"):

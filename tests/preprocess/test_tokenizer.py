@@ -211,7 +211,7 @@ def test_ids_too_large_for_their_dtype_are_refused(tmp_path):
         load_tokenizer(str(tmp_path))
 
 
-def test_gigatokens_cache_is_dropped_when_it_has_grown_and_the_ids_stay(gpt2, monkeypatch):
+def test_large_cache_of_gigatoken_is_dropped_without_changing_ids(gpt2, monkeypatch):
     loads = []
     load = encoders._load_gigatoken
     monkeypatch.setattr(encoders, "_load_gigatoken", lambda spec: loads.append(1) or load(spec))

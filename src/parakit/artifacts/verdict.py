@@ -81,6 +81,8 @@ class VerifyVerdict(Presented):
     """Tensor with an error slightly above its tolerance, while no module is wrong by itself."""
     logged: str | None = None
     """Sentence on the log's values: which ones were compared and held, or which one is wrong."""
+    in_fp32: str | None = None
+    """Sentence on the repetition of a bf16 verification in fp32; None if it was not repeated."""
     not_aligned: tuple[str, ...] = ()
     reason: str | None = None
     """Reason why nothing could be compared; None otherwise."""

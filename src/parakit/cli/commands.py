@@ -52,7 +52,7 @@ LASTING = (
 """Variables of every command that trains."""
 _COMPARED = (v.ITERS, *LASTING, v.REPEATS)
 TRAINING = (*_COMPARED, *_BATCH)
-_SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE)
+_SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE, v.GRACE)
 ONE_RUN = (*TRAINING, v.BACKEND, *_SAVING)
 TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)
 """Variables of a training target: all that concern one run."""
@@ -163,7 +163,7 @@ SECTIONS = {
              *(*ONE_RUN, v.MODEL, *v.NODE_SETTINGS)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
         Command("image", "parakit.cluster.container.image:build_image", "build the container for RUNTIME=docker",
-            (v.IMAGE, v.DRY_RUN), on_host=True),
+            (v.IMAGE, v.BASE_IMAGE, v.DRY_RUN), on_host=True),
         Command("reproduce", _EXPERIMENT, "train the six published runs on two GPUs, and write a report; resumable",
             TRAINING, fixed=(("name", "published"),)),
     ),

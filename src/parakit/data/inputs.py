@@ -6,6 +6,7 @@ An input is a file, a folder, a glob pattern or, with `HUB_PREFIX`, a data set o
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -19,6 +20,19 @@ INPUT_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".zstd", ".parquet")
 """Suffixes of the files that are read if an input is a folder."""
 TEXT_SUFFIX = ".txt"
 """Suffix of the files that are read if a folder holds none of INPUT_SUFFIXES, beside which they may be notes."""
+
+
+def find_default_hub_cache(name: str) -> Path | None:
+    """Return the folder of the hub's default cache if it holds files of the data set `name`, else None.
+
+    It is also None if the user has named a cache (HUB_CACHES), which the hub's client then uses instead.
+    """
+    if any(os.environ.get(variable) for variable in HUB_CACHES):
+        return None
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = caches / "huggingface" / "hub"
+    snapshots = folder / f"datasets--{name.replace('/', '--')}" / "snapshots"
+    return folder if any(snapshots.glob("*/*")) else None
 
 
 def find_input_files(patterns: Iterable[str]) -> tuple[Path, ...]:

@@ -409,7 +409,7 @@ def _read_stage(paths: Sequence[Path], logs: Sequence[Path]) -> StepStage | None
 
 
 def _has_failed(path: Path) -> bool:
-    """Return True if `path` is in a run folder whose run crashed by itself.
+    """Return True if `path` is in the folder of a run that crashed, and was not ended by a hang or by the user.
 
     A run that was ended because it hung gives False: its ranks are where they hung.
     """

@@ -114,7 +114,7 @@ def test_cells_that_only_pair_two_levels_come_last() -> None:
     assert early == of_tables
 
 
-def test_cells_of_one_reference_follow_each_other() -> None:
+def test_cells_with_the_same_reference_are_consecutive() -> None:
     _, cells = drawn()["dense"]
     keys = [(cell.flags, cell.samples, cell.optimizer, cell.patch) for cell in cells]
     changes = sum(key != next_key for key, next_key in pairwise(keys))
@@ -201,7 +201,7 @@ def test_crash_of_a_strategy_is_patched_in_all_its_cells_only_if_it_ends_every_r
     )
 
 
-def test_every_layout_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() -> None:
+def test_every_strategy_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() -> None:
     for model_family, cells in drawn().values():
         for layout in model_family.layouts:
             target = f"train-{layout.strategy}-{model_family.model}-{layout.devices}cpu"
@@ -220,7 +220,7 @@ def test_level_implies_its_required_levels_and_is_removed_with_them() -> None:
     assert cell.remove_level(ahead).levels == (rope,)
 
 
-def test_an_id_changes_with_what_is_verified() -> None:
+def test_id_of_a_cell_changes_with_its_content() -> None:
     model_family = family(factor("norm", "layer", "rms"))
     cells = [
         MatrixCell(model_family, TP),

@@ -28,7 +28,7 @@ def cells(text: str, name: str, table: int = 0) -> list[str]:
     return [cell.strip() for cell in lines[table].strip("|").split("|")]
 
 
-def test_bandwidth_is_what_was_sent_over_the_time_spent_on_it() -> None:
+def test_bandwidth_is_sent_bytes_over_communication_time() -> None:
     assert measured("megatron", "dp2", 100).implied_gigabits == pytest.approx(4.0)
     assert measured("megatron", "dp2", 100, communication_seconds=None).implied_gigabits is None
 
@@ -104,7 +104,7 @@ def test_missing_runs_are_reported() -> None:
     assert "- DeepSpeed is left out: why." in text
 
 
-def test_a_speedup_within_noise_is_said_to_be() -> None:
+def test_speedup_within_noise_is_marked() -> None:
     runs = [measured("megatron", "dp2", 100), measured("megatron", "zero1", 100.02)]
     text = compare_zero.render("gpt3-64m", runs)
     assert cells(text, "ZeRO-1")[6] == "1.00x, within noise (0.68x)"

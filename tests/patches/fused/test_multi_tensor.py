@@ -91,7 +91,7 @@ def test_fp32_parameters_get_the_same_gradients_as_with_the_loop_of_megatron() -
     assert torch.equal(patched.fp32_from_fp32_groups[0][0].grad, torch.ones(2))
 
 
-def test_without_gradient_buffers_megatrons_own_copies() -> None:
+def test_copy_of_megatron_is_used_without_gradient_buffers() -> None:
     optimizer = optimizer_of(torch.bfloat16)
     del optimizer.float16_groups[0][0].main_grad
     asked: list[Any] = []

@@ -138,7 +138,7 @@ def test_leave_out_option_removes_a_public_source_from_the_fit(
     assert main([*arguments, "--leave-out", "nobody"]) == 2
 
 
-def test_a_step_s_time_without_its_global_batch_is_refused(tmp_path: Path) -> None:
+def test_time_per_step_without_a_global_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="does not state the global batch"):
         convert_measurement(parse_single_row(tmp_path, gbs=""))
     rate = parse_single_row(tmp_path, gbs="", metric="tokens_per_s_per_gpu")
@@ -255,7 +255,7 @@ def test_number_with_thousands_of_digits_is_refused_by_row_and_column(tmp_path: 
         read_measurements(file_of(tmp_path, {"tp": "9" * 5000}))
 
 
-def test_a_layout_that_does_not_multiply_to_the_gpus_is_refused(tmp_path: Path) -> None:
+def test_degrees_that_do_not_multiply_to_the_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="TP 2 x PP 1 x CP 1 x DP 8 is not 8 GPUs"):
         convert_measurement(parse_single_row(tmp_path, dp="8"))
 
@@ -277,7 +277,7 @@ def test_time_and_rate_of_a_run_have_the_same_error_which_is_positive_if_predict
 
 
 @pytest.mark.slow
-def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
+def test_every_published_measurement_is_predicted_or_refused_with_a_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["validate", "--json"]) == 0
@@ -438,7 +438,7 @@ def test_attention_without_a_kernel_in_its_release_is_unfused_and_recomputed() -
     assert hopper.recompute.recomputes("mla_up_proj")
 
 
-def test_gpt_oss_has_the_expert_parallelism_of_automodel_s_recipes() -> None:
+def test_gpt_oss_has_the_expert_parallelism_of_the_automodel_recipes() -> None:
     assert [
         convert_measurement(published_measurement(line)).spec.parallelism.expert
         for line in (685, 687)

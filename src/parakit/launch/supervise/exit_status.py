@@ -76,7 +76,9 @@ class DiskWatch(BackgroundThread):
 
 
 def find_exhausted_resource(folder: Path) -> str:
-    """Return what is used up on a folder's disk, `space` or `inode`; empty if neither, or if it is unknown."""
+    """Return `space` or `inode`, whichever is used up on a folder's disk; empty if neither is, or if the disk
+    cannot be asked.
+    """
     try:
         if shutil.disk_usage(folder).free < _FULL_BYTES:
             return "space"

@@ -71,7 +71,8 @@ class HangWatch:
         return now - self._since >= self._timeout_seconds
 
     def error(self, stopped: Sequence[int], stacks: Path) -> EndedRunError:
-        """Return the error that ends a hanging run. It names the rank that the others wait for, if that is known.
+        """Return the error that ends a hanging run. The error names the rank for which the other ranks wait, if
+        it is known.
 
         The ranks in `stopped`, which a signal had stopped, are written to STOPPED_FILE in `stacks`.
         """
@@ -93,8 +94,8 @@ def find_mismatched_call(stacks: Path, named: int | None) -> HangVerdict | None:
     """Return the verdict on a failed run if a rank's call did not match the other ranks'; else None.
 
     Without such a call the stacks are removed, because the log names a rank that failed by itself. If the log
-    has `named` a rank, only a call that differs from another rank's call of the same number counts: its
-    consequences may fail on any rank.
+    has `named` a rank, only a call that differs from another rank's call of the same number counts, because
+    later calls may fail on any rank.
     """
     with suppress(UnreadableDumpError):
         evidence = replace(gather_evidence([stacks]), is_over=True)
