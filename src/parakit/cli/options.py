@@ -420,8 +420,8 @@ def _complete_values(
         parsed: The values of options, which is changed.
         command: The command.
         texts: Values of make variables as written, by name.
-        typed: The program and the command as the user wrote them, for a refusal.
-        variable_format: `{}=` for a refusal in make's form, `--{}` in that of options.
+        typed: The program and the command as the user wrote them, for an error message.
+        variable_format: How an error message writes a variable: `{}=` as in make, or `--{}` as an option.
 
     Raises:
         SettingError: A required variable is missing, or a value is not of its kind.

@@ -234,8 +234,7 @@ def _unpack_streams(raw: IO[bytes], start: Callable[[], Any]) -> Iterator[bytes]
 def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
     """Yield the bytes of a log as pieces of complete lines with their numbers.
 
-    The last line, and the parts of a line that is longer than MAX_LINE, come as pieces of their own with `whole`
-    False.
+    The last line, and each part of a line that is longer than MAX_LINE, is a separate piece with `whole` False.
     """
     unfinished, inside_line, number, length = b"", False, 1, 0
     for chunk in chunks:

@@ -282,7 +282,7 @@ def load_log(path: Path) -> list[Run]:
 
 
 def _add_record(run: Run, record: RunRecord) -> Run:
-    """Return the run with what its record states."""
+    """Return a copy of the run with the facts of its `run.json`: configuration, versions, devices and data."""
     spec, entry = record.spec, record.entry
     on_gpu = spec.device is DeviceKind.GPU and record.host.devices
     batch_size = run.window.global_batch_size

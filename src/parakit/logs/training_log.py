@@ -58,7 +58,7 @@ class TrainingLog(PresentedTable):
     def to_dict(self) -> dict[str, Any]:
         """Return what `parakit report scrape --json` prints. Values that the log does not state are None.
 
-        An iteration has only the numbers of its line, and None instead of NaN or infinity.
+        An iteration has only the numbers that its line states. NaN and infinity become None.
         """
         return {
             "path": self.log.path,

@@ -304,9 +304,10 @@ def _parse_float(text: str, power: int) -> float | None:
 
 
 def _is_complete(iteration: Iteration) -> bool:
-    """Return True if an iteration has a time, samples, or a loss and a batch size.
+    """Return True if a line states enough for an iteration: its time, its number of samples, or both a loss and
+    a batch size.
 
-    The first line of NeMo has no bar after its time.
+    NeMo's first line ends without a bar (`|`) after the time.
     """
     if iteration.elapsed_ms is not None or iteration.consumed_samples is not None:
         return True
@@ -328,7 +329,7 @@ def make_memory_reading(
 def add_present_names(
     arguments: Mapping[str, str], present_names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the arguments, with those of old names also under their present names.
+    """Return the arguments. An argument with an old name is also added under its present name.
 
     A value that is printed under the present name stays.
     """

@@ -232,7 +232,7 @@ def _describe_missing(runs: Sequence[Run], values: Mapping[str, Sequence[object]
 
 
 def list_differences(reference: Run, other: Run) -> list[WorkMismatch]:
-    """Return everything in which two runs differ that should be the same for a comparison of times.
+    """Return the properties in which two runs differ although a comparison of times requires them to be equal.
 
     Flags of the models come first. If one of the runs is a foreign log, all printed arguments that differ
     follow at the end.

@@ -112,8 +112,9 @@ def group_into_rows(runs: Iterable[Run], all_conditions: bool = False) -> list[C
 def _group_repeats(runs: Sequence[Run]) -> list[list[Run]]:
     """Return groups of runs that repeat one another, each from the oldest to the newest run.
 
-    Runs of the kit are repeats if they trained the same configuration on the same kind of device. Foreign logs are
-    repeats only if the user has given them one name (`repeats_name`), so any other foreign log is a group of its own.
+    Runs of the kit are repeats if they trained the same configuration on the same kind of device. Logs of other
+    trainers are repeats only if the user has given them one name (`repeats_name`). Any other such log is a
+    group by itself.
     """
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run.record.created_utc if run.record else ""):
@@ -173,9 +174,9 @@ def make_names_distinct(runs: Sequence[Run]) -> list[Run]:
 
 
 def estimate_pooled_runs(runs: Sequence[Run]) -> Estimate | None:
-    """Return the iteration time of runs together in milliseconds; None if no run has one that counts.
+    """Return one iteration time for all runs in milliseconds; None if no run has measured iterations.
 
-    Runs that other programs slowed down are left out, unless all were.
+    Runs that other programs slowed down are left out, unless all runs were slowed down.
     """
     counting = [run for run in runs if run.has_measurements]
     undisturbed = [run for run in counting if not why_disturbed(run)]
@@ -241,7 +242,8 @@ def _row_order(row: Configuration) -> tuple[object, ...]:
 def label_rows(rows: Sequence[Configuration]) -> list[str]:
     """Return a distinct label per row, such as `tp2 ×2`.
 
-    Rows that would have the same label get what distinguishes them: version, batch, …, else the run's name.
+    Equal labels are extended by a property that distinguishes the rows, such as version or batch, or else by
+    the run's name.
     """
     labels = []
     rows_by_label: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)

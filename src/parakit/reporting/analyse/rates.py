@@ -221,8 +221,8 @@ def _find_peak(device: str, dtype: str) -> tuple[float | None, str, str]:
 def _recompute_flops(spec: RunSpec) -> float:
     """Return the FLOPs per iteration of recomputed forward passes; 0 without recomputation.
 
-    With full recomputation they are those of the recomputed layers, otherwise those of attention scores and of
-    MLPs or experts, as far as these modules are recomputed. Other modules are taken to cost nothing.
+    With full recomputation, the FLOPs of the recomputed layers count. Otherwise, the FLOPs of attention scores,
+    MLPs and experts count, if these modules are recomputed. Other modules are taken to cost nothing.
     """
     forward = token_flops(spec.shape, spec.shape.seq_length)
     if spec.recompute.is_full:

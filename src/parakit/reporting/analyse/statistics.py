@@ -195,7 +195,7 @@ def estimate_time(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -
     """Return median and interval of the samples of one run or of several repeats; None without samples.
 
     Runs with fewer than 6 samples are left out of the median. If all runs are that short, their samples are
-    pooled as those of one run.
+    pooled as if one run had them.
 
     Args:
         runs: Samples of each run.

@@ -81,7 +81,9 @@ def _describe_changes(report: Report) -> str:
 
 
 def _describe_fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
-    """Return the fastest row of a group with its time, and what the other rows pay for."""
+    """Return a sentence with the fastest row of a group and its time, and the extra cost of other rows by part
+    of the iteration.
+    """
     compared = members[1:]
     best = min(compared, key=judged_ratio)
     if any(

@@ -193,7 +193,9 @@ def join_first_names(names: Sequence[str]) -> str:
 
 
 def _power_sentences(report: Report) -> list[str]:
-    """Return what the intervals assume of runs that were not repeated, and what repeats would show."""
+    """Return sentences on the intervals: how many comparisons hold together, which scatter is assumed without
+    repeats, and how small a difference is visible.
+    """
     texts = []
     estimates = [
         entry.estimate
@@ -393,7 +395,9 @@ def _time_with_all_devices(entry: Entry, reference: Entry) -> str:
 
 
 def assumed_device_sentences(report: Report) -> list[str]:
-    """Return that logs are compared as if they ran on one device; empty if they name their devices."""
+    """Return the warning that logs without a device's name are compared as if all ran on the same device; empty
+    if all name their devices.
+    """
     compared = [entry for entry in report.entries if entry.speed and entry.speed.device_is_assumed]
     if not compared:
         return []
@@ -502,7 +506,9 @@ def _last_loss_sentences(report: Report) -> list[str]:
 
 
 def held_parity_sentence(report: Report) -> str:
-    """Return which rows train the same model as their reference; empty if no losses agree."""
+    """Return the sentence that lists the rows with the same losses as their reference; empty if no row has
+    them.
+    """
     held = [entry for entry in report.entries if entry.parity.verdict == HELD]
     if not held:
         return ""
@@ -525,7 +531,7 @@ def held_parity_sentence(report: Report) -> str:
 
 
 def _name_references(entries: Sequence[Entry], report: Report) -> str:
-    """Return the label of the rows' only reference, or `their references`."""
+    """Return the label of the reference if all rows have the same one; otherwise `their references`."""
     references = {entry.parity.reference for entry in entries}
     if len(references) > 1:
         return "their references"

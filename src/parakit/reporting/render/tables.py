@@ -311,7 +311,9 @@ def windows_table(report: Report, *, notes: bool = False) -> Table[Entry]:
 
 
 def speeds_table(report: Report) -> Table[Entry]:
-    """Return each compared row with its reference, ratios, interval and what else differs."""
+    """Return the table of speed comparisons: each row with its reference, the ratio of their times with its
+    interval, and the other settings in which both differ.
+    """
     compared = tuple(entry for entry in report.entries if entry.per_token)
     columns = (
         _LABEL,
@@ -358,7 +360,8 @@ def _differences_text(entry: Entry) -> str:
 def arguments_table(report: Report, limit: int) -> Table[ArgumentDifference]:
     """Return the first arguments that differ, with a column of values per row of the report.
 
-    In a report of more than _MAX_VALUES rows, one column has the values with their number of rows.
+    In a report of more than _MAX_VALUES rows, a single column lists the values, each with the number of rows
+    that have it.
 
     Args:
         report: The report.
