@@ -14,7 +14,12 @@ from parakit.reporting.analyse.comparability import compare_speed
 from parakit.reporting.analyse.earlier import UNDECIDED
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import Report
-from parakit.reporting.analyse.statistics import TimeVerdict, adjust_verdicts, describe_ratio
+from parakit.reporting.analyse.statistics import (
+    TimeVerdict,
+    adjust_verdicts,
+    describe_ratio,
+    describe_speed,
+)
 from parakit.reporting.render.sentences import (
     MAX_NAMED,
     group_compared_rows,
@@ -167,7 +172,9 @@ def _compare_with_reference(entry: Entry, reference: Entry) -> str:
     time_ratio = describe_ratio(token_ratio(entry))
     speed = entry.speed
     if speed is None or speed.per_device_token is None:
-        return f"{time_ratio} time per token than {reference.label}"
+        speed_text = describe_speed(token_ratio(entry))
+        text = f"{time_ratio} time per token than {reference.label}"
+        return f"{text} ({speed_text})" if speed_text else text
     device_ratio = describe_ratio(speed.per_device_token.ratio)
     return f"{device_ratio} device time per token than {reference.label} ({time_ratio} time)"
 
