@@ -26,14 +26,24 @@ class BlendPart:
 
 
 def parse_blend(text: str) -> tuple[BlendPart, ...]:
-    """Return the data sets that a text names, at least one; raises as `pair_weights`.
+    """Return the data sets that a text names, at least one.
 
-    A text is one data set if it has no blanks, or if a data set of exactly this name exists.
+    A text with blanks is the path of one data set, unless a word of it is a weight, or every word is an existing
+    data set. Raises as `pair_weights`.
     """
-    if Path(f"{ROOT / text}.idx").is_file():
+    words = split_words(text)
+    if len(words) < 2 or _exists(text):
         return (BlendPart(text),)
-    words = shlex.split(text)
-    return pair_weights(words) if len(words) > 1 else (BlendPart(text),)
+    is_blend = any(map(is_weight, words)) or all(map(_exists, words))
+    return pair_weights(words) if is_blend else (BlendPart(text),)
+
+
+def split_words(text: str) -> list[str]:
+    """Return the words of a text as a shell splits it; the text itself if its quotes do not end."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return [text]
 
 
 def pair_weights(words: Sequence[str]) -> tuple[BlendPart, ...]:
@@ -45,12 +55,12 @@ def pair_weights(words: Sequence[str]) -> tuple[BlendPart, ...]:
     if len(words) == 1:
         return (BlendPart(words[0]),)
     weights, prefixes = words[::2], words[1::2]
-    is_weighted = [_is_number(weight) for weight in weights]
+    is_weighted = [is_weight(weight) for weight in weights]
     if len(words) % 2 or not any(is_weighted):
-        if any(map(_is_number, words)):
+        if any(map(is_weight, words)):
             raise ValueError(f"{shlex.join(words)} has a weight without a data set.")
         return tuple(map(BlendPart, words))
-    if not all(is_weighted) or any(map(_is_number, prefixes)):
+    if not all(is_weighted) or any(map(is_weight, prefixes)):
         raise ValueError(f"{shlex.join(words)} has no weight before each data set.")
     if any(float(weight) <= 0 for weight in weights):
         raise ValueError(f"{shlex.join(words)} has a weight that is not above 0.")
@@ -67,7 +77,12 @@ def format_blend(parts: Iterable[BlendPart]) -> str:
     return shlex.join(argument for part in parts for argument in part.arguments)
 
 
-def _is_number(text: str) -> bool:
+def _exists(prefix: str) -> bool:
+    """Return True if a data set has this path."""
+    return Path(f"{ROOT / prefix}.idx").is_file()
+
+
+def is_weight(text: str) -> bool:
     """Return True if Megatron reads the text as a weight."""
     try:
         float(text)

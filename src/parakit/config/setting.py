@@ -7,13 +7,12 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from parakit.config import settings
-from parakit.config.blend import format_blend, parse_blend
+from parakit.config.blend import format_blend, is_weight, parse_blend, split_words
 from parakit.config.files import ROOT, is_plain_name
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, OptimizerName, RuntimeName
@@ -171,13 +170,14 @@ def _find_data(text: str) -> str:
     prefix = _find_data_prefix(text)
     if Path(f"{ROOT / prefix}.idx").is_file():
         return prefix
+    words = [word if is_weight(word) else _find_data_prefix(word) for word in split_words(text)]
     try:
-        parts = parse_blend(text)
+        parts = parse_blend(shlex.join(words))
     except ValueError as error:
         raise SettingError(
             f"DATA={error} Write the data sets alone, or a weight above 0 before each: DATA='0.3 a 0.7 b'."
         ) from None
-    return format_blend(replace(part, prefix=_find_data_prefix(part.prefix)) for part in parts)
+    return format_blend(parts) if len(parts) > 1 else prefix
 
 
 def _find_data_prefix(text: str) -> str:
