@@ -49,8 +49,8 @@ def test_a_blend_reaches_megatron_with_its_weights_and_each_part_is_hashed(
     ]
     hashes = [open_dataset(Path(part)).content_sha256 for part in parts]
     assert [part.sha256 for part in identity.parts] == hashes
-    others = (f"0.4 {parts[0]} 0.6 {parts[1]}", f"0.3 {parts[1]} 0.7 {parts[0]}", parts[0])
-    digests = {_identify_dataset(composed(tmp_path, data=other)).sha256 for other in others}
+    other_texts = (f"0.4 {parts[0]} 0.6 {parts[1]}", f"0.3 {parts[1]} 0.7 {parts[0]}", parts[0])
+    digests = {_identify_dataset(composed(tmp_path, data=other)).sha256 for other in other_texts}
     assert len(digests | {identity.sha256}) == 4
     write_documents(Path(parts[1]), [201] * 40)
     assert _identify_dataset(launch).sha256 != identity.sha256

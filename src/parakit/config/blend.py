@@ -28,42 +28,42 @@ class BlendPart:
 def parse_blend(text: str) -> tuple[BlendPart, ...]:
     """Return the data sets that a text names, at least one.
 
-    A text with blanks is the path of one data set, unless a word of it is a weight, or every word is an existing
+    A text with blanks is the path of one data set, unless one of its words is a weight, or every word is an existing
     data set. Raises as `pair_weights`.
     """
-    words = split_words(text)
-    if len(words) < 2 or _exists(text):
+    arguments = split_arguments(text)
+    if len(arguments) < 2 or _exists(text):
         return (BlendPart(text),)
-    is_blend = any(map(is_weight, words)) or all(map(_exists, words))
-    return pair_weights(words) if is_blend else (BlendPart(text),)
+    is_blend = any(map(is_weight, arguments)) or all(map(_exists, arguments))
+    return pair_weights(arguments) if is_blend else (BlendPart(text),)
 
 
-def split_words(text: str) -> list[str]:
-    """Return the words of a text as a shell splits it; the text itself if its quotes do not end."""
+def split_arguments(text: str) -> list[str]:
+    """Return the arguments in a text as a shell splits it; the text itself if its quotes do not end."""
     try:
         return shlex.split(text)
     except ValueError:
         return [text]
 
 
-def pair_weights(words: Sequence[str]) -> tuple[BlendPart, ...]:
+def pair_weights(arguments: Sequence[str]) -> tuple[BlendPart, ...]:
     """Return the data sets of a list as Megatron reads it: prefixes alone, or a weight before each prefix.
 
     Raises:
         ValueError: Some prefixes have a weight and others have none, or a weight is not above 0.
     """
-    if len(words) == 1:
-        return (BlendPart(words[0]),)
-    weights, prefixes = words[::2], words[1::2]
+    if len(arguments) == 1:
+        return (BlendPart(arguments[0]),)
+    weights, prefixes = arguments[::2], arguments[1::2]
     is_weighted = [is_weight(weight) for weight in weights]
-    if len(words) % 2 or not any(is_weighted):
-        if any(map(is_weight, words)):
-            raise ValueError(f"{shlex.join(words)} has a weight without a data set.")
-        return tuple(map(BlendPart, words))
+    if len(arguments) % 2 or not any(is_weighted):
+        if any(map(is_weight, arguments)):
+            raise ValueError(f"{shlex.join(arguments)} has a weight without a data set.")
+        return tuple(map(BlendPart, arguments))
     if not all(is_weighted) or any(map(is_weight, prefixes)):
-        raise ValueError(f"{shlex.join(words)} has no weight before each data set.")
+        raise ValueError(f"{shlex.join(arguments)} has no weight before each data set.")
     if any(float(weight) <= 0 for weight in weights):
-        raise ValueError(f"{shlex.join(words)} has a weight that is not above 0.")
+        raise ValueError(f"{shlex.join(arguments)} has a weight that is not above 0.")
     return tuple(
         BlendPart(prefix, weight) for weight, prefix in zip(weights, prefixes, strict=True)
     )

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from parakit.config import settings
-from parakit.config.blend import format_blend, is_weight, parse_blend, split_words
+from parakit.config.blend import format_blend, is_weight, parse_blend, split_arguments
 from parakit.config.files import ROOT, is_plain_name
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, OptimizerName, RuntimeName
@@ -170,9 +170,12 @@ def _find_data(text: str) -> str:
     prefix = _find_data_prefix(text)
     if Path(f"{ROOT / prefix}.idx").is_file():
         return prefix
-    words = [word if is_weight(word) else _find_data_prefix(word) for word in split_words(text)]
+    arguments = [
+        argument if is_weight(argument) else _find_data_prefix(argument)
+        for argument in split_arguments(text)
+    ]
     try:
-        parts = parse_blend(shlex.join(words))
+        parts = parse_blend(shlex.join(arguments))
     except ValueError as error:
         raise SettingError(
             f"DATA={error} Write the data sets alone, or a weight above 0 before each: DATA='0.3 a 0.7 b'."

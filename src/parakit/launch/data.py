@@ -124,14 +124,14 @@ def choose_data(options: Options, device: DeviceKind) -> tuple[str, tuple[str, .
             f"EXTRA= has {refused}, and the kit trains on data sets that {SPLIT_FLAG} divides; name them with "
             "DATA='0.3 a 0.7 b'."
         )
-    words = values.get(DATA_FLAG, [])
+    data_arguments = values.get(DATA_FLAG, [])
     if DATA_FILE_FLAG in values:
-        words = _read_data_file(" ".join(values[DATA_FILE_FLAG]))
+        data_arguments = _read_data_file(" ".join(values[DATA_FILE_FLAG]))
     extra = drop_flags(options.extra, (DATA_FLAG, DATA_FILE_FLAG))
-    if not words:
+    if not data_arguments:
         return options.data or DEFAULT_DATA[device], extra
     try:
-        return format_blend(pair_weights(words)), extra
+        return format_blend(pair_weights(data_arguments)), extra
     except ValueError as error:
         raise LaunchError(f"EXTRA= names data sets, and {error}") from None
 
@@ -143,14 +143,14 @@ def _read_data_file(name: str) -> list[str]:
         LaunchError: The file cannot be read, or it is empty.
     """
     try:
-        words = (ROOT / Path(name).expanduser()).read_text().split()
+        data_arguments = (ROOT / Path(name).expanduser()).read_text().split()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"{DATA_FILE_FLAG} {name} cannot be read ({error}); name a text file."
         ) from None
-    if not words:
+    if not data_arguments:
         raise LaunchError(f"{DATA_FILE_FLAG} {name} is empty; write weights and prefixes into it.")
-    return words
+    return data_arguments
 
 
 def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
