@@ -57,7 +57,8 @@ def plan(
     """Rank every legal strategy for a model on a number of devices by predicted time.
 
     Args:
-        model: Name of a model, or the path of an `.args` file or of a Hugging Face `config.json`.
+        model: Name of a model of the kit or of published measurements (`deepseek-v3`), or the path of an `.args`
+            file or of a Hugging Face `config.json`.
         gpus: The total number of devices. Without it: nodes times devices per node, or one device.
         gpu: Key of the device, such as `h100`, `a100-80g` or `cpu`.
         nodes: The number of machines.
@@ -116,7 +117,8 @@ def estimate(
     """Estimate the memory and the time per iteration of one strategy.
 
     Args:
-        model: Name of a model, or the path of an `.args` file or of a Hugging Face `config.json`.
+        model: Name of a model of the kit or of published measurements (`deepseek-v3`), or the path of an `.args`
+            file or of a Hugging Face `config.json`.
         strategy: A strategy's name, such as `tp4pp2dp2-zero1`.
         gpus: The total number of devices; without it the product of the strategy's parallel sizes.
         gpu: Key of the device, such as `h100`, `a100-80g` or `cpu`.

@@ -96,10 +96,10 @@ def all_commands() -> list[Command]:
 def test_no_command_adds_an_option_that_a_variable_describes() -> None:
     described = {option_name(setting) for setting in (*SETTINGS, *OPTIONS)}
     for command in all_commands():
-        own = {option_name(setting) for setting in command.variables}
+        known = {option_name(setting) for setting in command.variables}
         parser: ArgumentParser = build_parser(command, command.name)
         for action in parser._actions:
-            added = set(action.option_strings) - own
+            added = set(action.option_strings) - known
             assert not added & described, (command.name, added & described)
 
 

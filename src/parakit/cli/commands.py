@@ -21,7 +21,7 @@ from parakit.config.variable_groups import (
     TRAIN,
     TRAINING,
 )
-from parakit.config.variable_groups import with_meaning as _meaning
+from parakit.config.variable_groups import replace_meaning as _meaning
 
 
 class Command(NamedTuple):

@@ -11,7 +11,7 @@ from parakit.config import settings as v
 from parakit.config.settings import Setting
 
 
-def with_meaning(setting: Setting, text: str, **fields: Any) -> Setting:
+def replace_meaning(setting: Setting, text: str, **fields: Any) -> Setting:
     """Return a variable with the help text, and other fields, that it has in one command."""
     return setting._replace(help=text, **fields)
 
@@ -34,22 +34,25 @@ ONE_RUN = (*TRAINING, v.BACKEND, *SAVING)
 TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)
 """Variables of a training target: all that concern one run."""
 
-READ_RUNS = with_meaning(v.RUNS, "folder of run folders ({default})", default="runs")
+READ_RUNS = replace_meaning(v.RUNS, "folder of run folders ({default})", default="runs")
 """Variable of commands that read run folders."""
 
-PLAN_GPU = with_meaning(v.GPU, "h200, a100-80g, … ({default})", default="h200")
-PLAN_CALIBRATE = with_meaning(
+PLAN_MODEL = replace_meaning(
+    v.MODEL, "a model of make list or of measurements (deepseek-v3), an .args file or config.json"
+)
+PLAN_GPU = replace_meaning(v.GPU, "h200, a100-80g, … ({default})", default="h200")
+PLAN_CALIBRATE = replace_meaning(
     v.CALIBRATE,
     'rates that the devices reach: "700 TFLOP/s on 4k x 4k x 4k"',
     kind=v.TEXT,
     default=None,
 )
-PLAN_EXTRA = with_meaning(
+PLAN_EXTRA = replace_meaning(
     v.EXTRA, "Megatron flags of the planned model and strategy", kind=v.TEXT, default=None
 )
-PLAN_STRATEGY = with_meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1")
+PLAN_STRATEGY = replace_meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1")
 PLAN = (
-    *(v.MODEL, v.GPUS, PLAN_GPU, v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
+    *(PLAN_MODEL, v.GPUS, PLAN_GPU, v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
     *(v.NICS, v.OVERSUBSCRIPTION, v.IMBALANCE, v.GLOBAL_BATCH, v.SEQ, v.DTYPE),
     *(v.CALIBRATION, PLAN_CALIBRATE, v.JSON, PLAN_EXTRA, v.READINGS),
     *(v.MICRO_BATCH, v.TOKENS, v.VERIFY, v.ALPA, v.LARGEST, v.RECIPE, v.RECOMPUTE),
