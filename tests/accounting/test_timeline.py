@@ -7,7 +7,7 @@ from parakit.costs.operations import Phase
 
 
 class Scripted:
-    """A clock that shows the given times in turn."""
+    """Clock that returns the given times in turn."""
 
     def __init__(self, times: Iterable[int]) -> None:
         self._times = iter(times)

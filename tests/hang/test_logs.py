@@ -8,8 +8,8 @@ import pytest
 from parakit.hang.command import why_hang
 from parakit.hang.evidence import Progress
 from parakit.hang.gather import gather_evidence
-from parakit.hang.texts import ReportedTimeout, read_watchdog
 from parakit.hang.verdict import HangVerdict, judge_hang
+from parakit.hang.watchdog import UNNAMED_GROUP, ReportedTimeout, read_watchdog
 
 CAUGHT = "Watchdog caught collective operation timeout: WorkNCCL("
 TIMED_OUT = "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
@@ -35,10 +35,10 @@ def judge_log(folder: Path, *lines: str, name: str = "train.log") -> HangVerdict
     [
         # 1.12 counts no calls, and up to 2.1 nothing says whose rank it is.
         ((f"[E ProcessGroupNCCL.cpp:737] [Rank 1] {CAUGHT}OpType=ALLREDUCE, {TIMED_OUT}",),
-         1, "unknown to rank 1", 0, None),
+         1, UNNAMED_GROUP, 0, None),
         ((f"[E ProcessGroupNCCL.cpp:821] [Rank 1] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, "
           f"TensorShape=[4], {TIMED_OUT}",),
-         1, "unknown to rank 1", 7, None),
+         1, UNNAMED_GROUP, 7, None),
         # 2.2
         ((f"[rank5]:[E ProcessGroupNCCL.cpp:523] [Rank 1] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, "
           f"{SIZES}{TIMED_OUT}",),
@@ -154,8 +154,11 @@ def test_calls_of_two_numbers_that_torch_compared_accuse_nobody(tmp_path: Path) 
         "SequenceNumber=22, OpType=ALLREDUCE, TensorShape=[4], TensorDtypes=Float).",
     )
     assert verdict.culprits == ()
-    assert "Rank 0 is in all_reduce no. 22 of the group that torch compared" in verdict.sentence
-    assert "rank 3 is in all_reduce no. 18" in verdict.sentence
+    assert verdict.suspects == (0, 3)
+    assert "Rank 0 called all_reduce of [4] Float as no. 22" in verdict.sentence
+    assert (
+        "where rank 3 called all_reduce of [4] Float as no. 18: another number" in verdict.sentence
+    )
 
 
 def test_an_answer_without_a_name_says_who_waits_in_what_and_exits_with_1(

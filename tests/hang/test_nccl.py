@@ -11,8 +11,8 @@ import pytest
 
 from parakit.artifacts.run import LOG_FILE, Status
 from parakit.hang.gather import gather_evidence
-from parakit.hang.texts import read_watchdog
 from parakit.hang.verdict import HangKind, HangVerdict, judge_hang
+from parakit.hang.watchdog import read_watchdog
 from parakit.launch.supervise.exit_status import classify_exit
 from parakit.logs.diagnosis import diagnose_log
 
@@ -58,7 +58,10 @@ def test_dumps_without_what_is_done_still_say_how_far_each_rank_came(cases: Path
     assert "left nothing" not in slept.sentence
     assert (skipped.culprits, skipped.suspects, skipped.kind) == ((), (2, 3), None)
     assert "Rank 2 completed all_reduce no. 113" in skipped.sentence
-    assert "rank 2 115, rank 3 116" in skipped.sentence
+    assert (
+        "The last calls in this group: rank 2 completed no. 113 and entered no. 115; "
+        "rank 3 completed no. 112 and entered no. 116." in skipped.sentence
+    )
 
 
 def test_of_a_log_alone_no_group_is_taken_for_whole(cases: Path) -> None:

@@ -73,10 +73,10 @@ def test_the_rank_that_loads_data_is_named_by_the_default_output_of_py_spy(tmp_p
 
 
 def test_paths_without_their_folder_are_torchs_and_megatrons() -> None:
-    assert is_in_collective(read_stacks(IN_ALL_REDUCE))
-    assert is_in_collective(read_stacks(IN_BARRIER))
-    assert not is_in_collective(read_stacks(IN_DATA_LOADING))
-    assert read_stacks(IN_ALL_REDUCE)[2:] == (
+    assert is_in_collective(read_stacks(IN_ALL_REDUCE).main)
+    assert is_in_collective(read_stacks(IN_BARRIER).main)
+    assert not is_in_collective(read_stacks(IN_DATA_LOADING).main)
+    assert read_stacks(IN_ALL_REDUCE).main[2:] == (
         Frame("train_step", "/megatron/training/training.py", 1234),
         Frame("<module>", "/work.py", 6),
     )
@@ -84,14 +84,14 @@ def test_paths_without_their_folder_are_torchs_and_megatrons() -> None:
 
 def test_the_main_thread_is_read_in_the_output_of_an_earlier_py_spy() -> None:
     assert is_stacks(OF_0_3_14)
-    assert read_stacks(OF_0_3_14)[0] == Frame("get_batch", "/megatron/training/utils.py", 3)
+    assert read_stacks(OF_0_3_14).main[0] == Frame("get_batch", "/megatron/training/utils.py", 3)
 
 
 def test_a_file_that_has_no_path_keeps_its_name() -> None:
     text = IN_BARRIER.replace(
         "torch/distributed/distributed_c10d.py", "<frozen importlib._bootstrap>"
     )
-    assert read_stacks(text)[0].file == "<frozen importlib._bootstrap>"
+    assert read_stacks(text).main[0].file == "<frozen importlib._bootstrap>"
 
 
 def test_a_rank_that_writes_a_checkpoint_waits_in_no_collective() -> None:

@@ -96,7 +96,8 @@ class DatasetIdentity:
 
     prefix: str
     sha256: str | None = None
-    """Hash of the `.bin` file, as recorded when the data set was made; None if it was not recorded."""
+    """Hash of the `.bin` file as the run read it (`Dataset.content_sha256`); None in records of older versions
+    if the data set had no manifest."""
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,7 @@ SECTIONS = {
              *(*ONE_RUN, v.MODEL, *v.NODE_SETTINGS)),
             required=("RUN",), example="RUN=runs/…", is_usual=True),
         Command("image", "parakit.cluster.container.image:build_image", "build the container for RUNTIME=docker",
-            (v.IMAGE, v.DRY_RUN), on_host=True),
+            (v.IMAGE, v.BASE_IMAGE, v.DRY_RUN), on_host=True),
         Command("reproduce", _EXPERIMENT, "train the six published runs on two GPUs, and write a report; resumable",
             TRAINING, fixed=(("name", "published"),)),
     ),

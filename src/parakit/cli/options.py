@@ -316,7 +316,18 @@ def refuse_unused_variables(names: Iterable[str], target: str, command: Command)
 
 _OTHER_PROGRAMS = (
     *("HF_*", "NCCL_*", "GLOO_*", "TP_SOCKET_*", "UCX_*", "FI_*", "CUDA_*", "NVIDIA_*", "TORCH*"),
-    *("OMP_*", "MKL_*", "DS_*", "WANDB_*", "SLURM_*", "SBATCH_*", "PYTHON*", "PIP_*", "UV_*"),
+    *(
+        "OMP_*",
+        "MKL_*",
+        "DS_*",
+        "WANDB_*",
+        "SLURM_CONF",
+        "SLURM_CLUSTERS",
+        "SBATCH_*",
+        "PYTHON*",
+        "PIP_*",
+        "UV_*",
+    ),
     *("http*", "HTTP*", "no_proxy", "NO_PROXY", "NO_COLOR", "COLUMNS", "SHELL", "KIT_*"),
     *("MEGATRON_URL", "VENV_PYTHON", "MEGATRON_LM_CHECKOUTS"),
 )

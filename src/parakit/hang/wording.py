@@ -16,9 +16,10 @@ SHOWN_RANKS = 8
 
 
 def describe_call(call: RecordedCall) -> str:
-    """Return the part of a call that ranks must agree on: `all_reduce of [4] Float`."""
-    sizes = " and ".join(str(list(size)) for size in call.sizes) or "nothing"
-    return f"{call.operation} of {sizes}{' ' + '/'.join(call.dtypes) if call.dtypes else ''}"
+    """Return the part of a call that ranks must agree on: `all_reduce of [4] Float`, or `barrier`."""
+    sizes = " and ".join(str(list(size)) for size in call.sizes)
+    description = " ".join(filter(None, (sizes, "/".join(call.dtypes))))
+    return f"{call.operation} of {description}" if description else call.operation
 
 
 def describe_waiting_ranks(waits: Sequence[Wait]) -> str:

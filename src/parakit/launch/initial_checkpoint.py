@@ -37,6 +37,7 @@ from parakit.launch.compose import Launch, compose_launch
 from parakit.launch.execute import run_ranks
 from parakit.launch.job import Job
 from parakit.launch.progress import RunProgress
+from parakit.launch.supervise.exit_status import name_memory_limit
 from parakit.logs import diagnose_log
 
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
@@ -107,12 +108,13 @@ def _write_checkpoint(path: Path, launch: Launch, run: RunLaunch) -> None:
             log = partial / LOG_FILE
             exit_code = run(_compose_writer(launch, partial), log)
             if exit_code != 0:
-                reason = diagnose_log(log, exit_code, interrupted=False).reason
+                status = name_memory_limit(diagnose_log(log, exit_code, interrupted=False))
                 kept_log = path.with_name(f"{path.name}.log")
                 with suppress(FileNotFoundError):
                     log.rename(kept_log)
                 raise LaunchError(
-                    f"The starting checkpoint was not written: {reason} The log is {kept_log}."
+                    f"The starting checkpoint was not written: {status.reason.rstrip('.')}. The log is "
+                    f"{kept_log}."
                 )
             if flaw := _find_initial_flaw(partial):
                 raise LaunchError(
