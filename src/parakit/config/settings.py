@@ -339,6 +339,7 @@ SCRAPE = Setting(
 )
 LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
 NAME = Setting("NAME", PLAIN_NAME, "name of the report or sweep")
+CHAPTER = Setting("CHAPTER", TEXT, "chapter of the tutorial: dp, tp, sp, cp, pp or ep (all)")
 BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
 DEVICE = Setting("DEVICE", TEXT, "GPU that the logs were made on, such as h100")
 STRICT = Setting(

@@ -257,6 +257,15 @@ def test_other_micro_batches_of_balanced_experts_are_refused(composed: Composer)
     assert composed("baseline-moe-tiny-1cpu", flags=flags, extra="--moe-aux-loss-coeff 0").mode
 
 
+def test_vocabularies_with_different_padding_are_refused(composed: Composer) -> None:
+    flag = "--make-vocab-size-divisible-by 1"
+    with pytest.raises(
+        LaunchError, match="50258 rows in the strategy and to 50257 in its reference"
+    ):
+        composed("tp2-gpt2-tiny-2cpu", extra=flag)
+    assert composed("dp2-gpt2-tiny-2cpu", extra=flag)
+
+
 @contextmanager
 def files_no_larger_than(size_bytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
