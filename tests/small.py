@@ -11,9 +11,9 @@ from parakit.data.indexed import DocumentIndex, bin_path, idx_path, manifest_pat
 from parakit.launch.data import write_small_vocabulary_dataset
 
 VOCABULARY = 1100
-"""Above the folded data's tokens; TP 2 pads it further than one rank does, as it does GPT-2's."""
+"""Vocabulary above the folded data's tokens. As for GPT-2's, TP 2 pads it further than a single rank does."""
 PADDED = 1152
-"""By one rank, to a multiple of 128."""
+"""Vocabulary padded by a single rank to a multiple of 128."""
 SMALL = ("--vocab-size", str(VOCABULARY))
 
 

@@ -34,7 +34,7 @@ TORCH_MODULES = (
     "parakit.convert.hf.tensor_files",
     "parakit.launch.microbenchmark_rank",
 )
-"""Modules of the other packages that load torch: they compute with tensors, in processes of their own."""
+"""Modules of other packages that load torch, because they compute with tensors in separate processes."""
 
 
 @cache

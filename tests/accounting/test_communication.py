@@ -72,7 +72,7 @@ def routed(rows: int, sent: int) -> ObservedCall:
     return ObservedCall(call._replace(row_bytes=8), 0, 1)
 
 
-def test_iterations_that_differ_only_in_routed_bytes_are_one_kind() -> None:
+def test_iterations_that_differ_only_in_routed_bytes_are_of_the_same_kind() -> None:
     ledger = CommunicationLog()
     iteration(ledger, routed(10, 32), routed(6, 16), ObservedCall(REDUCE, 0, 1))
     iteration(ledger, routed(10, 40), routed(14, 24), ObservedCall(REDUCE, 0, 1))

@@ -55,7 +55,7 @@ def test_received_message_counts_as_activation_while_autograd_stores_it() -> Non
     assert followed(keep).categories[MemoryCategory.ACTIVATIONS] == BUFFER_BYTES
 
 
-def test_weights_that_are_gathered_into_stay_weights() -> None:
+def test_weights_count_as_weights_after_a_gather_into_them() -> None:
     def gather(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         ledger.note_received([model.weight.detach()])
 

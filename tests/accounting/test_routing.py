@@ -117,7 +117,7 @@ def test_ranks_are_gathered_into_one_file(tmp_path: Path) -> None:
     )
 
 
-def test_a_dense_model_gets_no_file(tmp_path: Path) -> None:
+def test_dense_model_gets_no_routing_file(tmp_path: Path) -> None:
     (tmp_path / records.LEDGER_FOLDER).mkdir()
     (tmp_path / records.LEDGER_FOLDER / "rank0.json").write_bytes(rank_file(0, None))
     collect_rank_records(tmp_path)

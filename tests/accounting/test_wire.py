@@ -17,7 +17,7 @@ from tests.patience import OF_A_RUN
 
 PAYLOAD = 24_000_000
 AT_THE_ROOT = ("gather", "scatter")
-"""Counted on one rank; the others have no list of tensors."""
+"""Operations that are counted on a single rank, because the other ranks have no list of tensors."""
 CAN_COUNT = os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
 
 # The ranks are in a separate network without other traffic, so the loopback counts the bytes of all ranks.

@@ -24,10 +24,10 @@ from parakit.reporting.analyse.statistics import Estimate
 from parakit.reporting.render.tables import format_time
 
 BEST = 4
-"""Of the planner's ranking, that are trained; and the best of each dimension alone."""
+"""Number of candidates from the top of the planner's ranking that are trained."""
 DIMENSIONS = ("dp", "tp", "cp", "pp", "ep")
 TIME_LIMIT, CHOICE_LIMIT = 0.15, 0.05
-"""How far a time may be off, and what the choice may lose."""
+"""Largest relative error of a time, and largest loss of the choice."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AutoRow:
     """The strategy, with its micro batch."""
     predicted_ms: float
     measured: Estimate | None
-    """None where the run did not end well."""
+    """Measured time, None if the run did not succeed."""
 
     @property
     def measured_ms(self) -> float:
@@ -54,7 +54,7 @@ class AutoRow:
 
 
 Group = Sequence[AutoRow]
-"""The strategies of one model on so many ranks, the planner's choice first."""
+"""Strategies of a model on a number of ranks, with the planner's choice first."""
 
 
 def best_of(group: Group) -> AutoRow | None:

@@ -49,17 +49,17 @@ CEILINGS = Workload(
 """A product of 8.8e12 FLOP, a few hundredths of a second, and a copy of 4 GiB, far beyond any cache;
 over several seconds, so that the clocks settle as they do in training."""
 START_SECONDS = 40.0
-"""From the command to the first iteration. Assumed, not measured."""
+"""Seconds from the command to the first iteration. The value is assumed, not measured."""
 
 FIXED = (
     *("MICRO_BATCH", "GLOBAL_BATCH", "SEED", "DROPOUT", "EXTRA", "ITERS", "REPEATS", "FUSED"),
     *("BACKEND", "MEGATRON_LM", "SHARED_START", "SHARE_GPU", "SAVE_EVERY", "WANDB"),
 )
-"""Variables of the train command that a setting decides by itself."""
+"""Variables of the train command that a setting determines."""
 _SHOWN = ("RUNTIME", "ITERS", "EXTRA", "LEDGER", "RUNS", "FUSED")
 
 Run = tuple[int, Cell]
-"""A repeat, from 1, of a cell."""
+"""Number of a repeat, from 1, and its cell."""
 
 
 def bench_gpu(

@@ -24,7 +24,7 @@ from parakit.reporting.analyse.configurations import build_row_identity
 from parakit.reporting.analyse.entry import Entry, build_entries
 
 FOLDER, FILE = "bench-gpu", "ceilings.json"
-"""`runs/bench-gpu/ceilings.json`; a setting's runs lie beside it in a folder of its name."""
+"""Path `runs/bench-gpu/ceilings.json`. The runs of a setting are in a folder of its name in `runs/bench-gpu`."""
 
 MARK_MS = 438.0
 """The H200 notes: gpt2-large, micro batch 32, one H200, Transformer Engine in NVIDIA's container."""
@@ -40,7 +40,7 @@ class Ceilings:
     matmul_flops: float
     """FLOP/s of a large bf16 matrix product."""
     copy_bytes_per_second: float
-    """Read and written by a large copy."""
+    """Bytes per second that a large copy reads and writes."""
 
 
 def timed_iterations(flags: Sequence[str], iterations: int) -> range:
@@ -68,7 +68,7 @@ def write_ceilings(runs: Path, ceilings: Ceilings) -> None:
 
 
 FEWEST = 0.8
-"""Share of the timed iterations that must count: fp16 skips an update now and then."""
+"""Fraction of the timed iterations that must count, because fp16 skips updates now and then."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,9 @@ class BenchRow:
     fused: tuple[str, ...]
     entry: Entry | None = None
     kernels_ms: Mapping[str, float] = field(default_factory=dict)
-    """An iteration's by group of kernels; empty where no trace was made."""
+    """Milliseconds per iteration by group of kernels; empty without a trace."""
     note: str = ""
-    """What went wrong, also after the timed iterations, which count nevertheless."""
+    """Problem of the runs, which may have occurred after the timed iterations that count."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Bench:
     """Rows and ceilings of the bench in a folder of runs."""
 
     rows: tuple[BenchRow, ...]
-    """In the order in which their first runs were made."""
+    """Rows in the order of their first runs."""
     ceilings: Ceilings | None = None
 
 

@@ -1,7 +1,7 @@
 """Measure the cost of a watched call: a small all-reduce in a group of a single rank, repeated many times.
 
-`python -m tests.bench.ledger_call watched|plain` prints nanoseconds of a call with its wait: the fastest
-tenth's, which other load on the machine does not reach.
+`python -m tests.bench.ledger_call watched|plain` prints nanoseconds per call with its wait. The figure is the
+mean of the fastest tenth of the calls, which other load on the machine does not affect.
 """
 
 from __future__ import annotations

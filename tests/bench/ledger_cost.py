@@ -25,7 +25,7 @@ from parakit.reporting.analyse.statistics import TimeComparison
 from tests.bench.within_runs import compare_within_runs, fastest_half
 
 LIMIT = 0.02
-"""Of iteration time: what the ledger may cost."""
+"""Largest allowed cost of the communication log as a fraction of iteration time."""
 
 _WARM_UP = 10
 _FEWEST = 20
@@ -36,10 +36,10 @@ class LedgerCost:
     """Time ratio of watched over unwatched iterations."""
 
     off_ms: float
-    """Of the fastest half."""
+    """Mean milliseconds of the fastest half of unwatched iterations."""
     on_ms: float
     count: int
-    """Iterations of each kind."""
+    """Number of iterations of each kind."""
     over: TimeComparison
 
     def __str__(self) -> str:

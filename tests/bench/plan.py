@@ -1,6 +1,6 @@
-"""`make bench NAME=plan`: processor time of the planner's search and of a report, beside a plain loop's.
+"""`make bench NAME=plan`: processor time of the planner's search and of a report, relative to a plain loop.
 
-A ratio to what the same Python does beside it says the same on a slow machine and on a busy one.
+The ratio to a loop of the same Python is the same on a slow machine and on a busy one.
 """
 
 from __future__ import annotations
@@ -58,11 +58,10 @@ def of_report(folder: Path, runs: int = RUNS) -> Work:
 
 
 def against_its_import(folder: Path, runs: int = RUNS) -> str:
-    """A report of so many runs in a process of its own, beside what `make report` imports to write one.
+    """Return a line on a report of so many runs in a separate process, relative to the imports of `make report`.
 
-    That is matplotlib with its writer of SVG and the templates' engine too, which are imported where
-    they are first used; without them the ratio is given as well. As for whoever runs it a second time,
-    modules are compiled already.
+    The imports include matplotlib with its SVG writer and the template engine, which are loaded on first use. The
+    ratio without them is given too. Modules are compiled already, as in a second call of a user.
     """
     of_report(folder, runs)
     options = f"'many', runs_root=Path('{folder}/runs'), reports_root=Path('{folder}/reports')"

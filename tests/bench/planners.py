@@ -1,10 +1,10 @@
-"""`make bench NAME=planners ARGS="--calculon checkout --simumax checkout"`: other planners beside ours, on
+"""`make bench NAME=planners ARGS="--calculon checkout --simumax checkout"`: comparison with other planners on
 the published rows that they can express.
 
-Each runs in a process of its own, with the interpreter of the checkout's `.venv` where it has one, and
-is given what ours is given. Their rates stay theirs: Calculon's system for A100, SimuMax' for B200,
-measured on the machine of SimuMax' own rows. Ours are predicted without the row's source; on SimuMax'
-times also with `CALIBRATE=` of one of the products that it has measured.
+Each planner runs in a separate process, with the interpreter of the checkout's `.venv` if it exists, and gets the
+same input as ours. Other planners use their own rates: Calculon's system for A100, and SimuMax's for B200, which was
+measured on the machine of SimuMax's rows. Our predictions exclude the row's source from the fit. For times of
+SimuMax they are also computed with `CALIBRATE=` of a product that SimuMax has measured.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _SHARDINGS = (Sharding.NONE, Sharding.ZERO1)
 
 Job = dict[str, Any]
 Answer = tuple[float, float]
-"""Seconds of an iteration and bytes of the fullest rank."""
+"""Seconds per iteration and bytes of the peak rank."""
 
 
 def calculon_job(row: MeasuredRun) -> Job | None:
     """Return the job for Calculon, or None if Calculon cannot express the run.
 
-    It knows no gated MLP, no experts, no CP, no fused attention, no dropout, no vocabulary and no uneven
-    stages; A100 and 16 bits are what its systems and its types have for the rows left.
+    Calculon has no gated MLP, experts, CP, fused attention, dropout, vocabulary or uneven stages. For the remaining
+    rows its systems have only the A100, and its types only 16 bits.
     """
     spec, cluster = row.spec, row.cluster
     shape, split = spec.shape, spec.parallelism
@@ -246,7 +246,7 @@ class Planner:
 
     name: str
     asks: str
-    """A program that defines `ask(job)`."""
+    """Program text that defines `ask(job)`."""
     job: Any
     """`calculon_job` or `simumax_job`."""
 
@@ -296,9 +296,9 @@ class Compared:
     rows: int
     errors: tuple[float, ...]
     ours: tuple[float, ...]
-    """On the same rows."""
+    """Errors of our planner on the same rows."""
     calibrated: tuple[float, ...] = ()
-    """Ours with one rate that was measured on their machine."""
+    """Errors of our planner with a rate that was measured on their machine."""
 
 
 def stated_rate(checkout: Path) -> str:

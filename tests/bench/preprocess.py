@@ -1,7 +1,7 @@
-"""`make bench NAME=preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on one file.
+"""`make bench NAME=preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on the same file.
 
-Whole processes, measured in one run. `--text unseen` makes text in eight scripts whose words never come
-again, the hardest there is for an encoder that remembers words.
+All tools are measured as processes from start to end. `--text unseen` generates text in eight scripts without
+repeated words, which is the hardest input for an encoder that caches words.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _SCRIPT = Path("tools/preprocess_data.py")
 _OWN_TOKENIZER = Path("megatron/training/tokenizer/gpt2_tokenization.py")
 """Megatron's own GPT-2 tokenizer, up to 0.16."""
 _CEILING_BYTES = 128 << 20
-"""Text held in memory to see how fast the encoder is with nothing around it."""
+"""Bytes of text in memory on which the encoder alone is measured."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class Rate:
     """Rates of a process from start to end."""
 
     megabytes_per_second: float
-    """Of input, by the clock."""
+    """Megabytes of input per second of wall time."""
     processor_seconds: float
-    """Of all its threads and children: what is left of a comparison on a busy machine."""
+    """Processor seconds of all threads and children, which remain comparable on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,13 @@ class ToolComparison:
     input_bytes: int
     threads: int
     ours: tuple[Rate, ...]
-    """Each repetition."""
+    """Rate of each repetition of this tool."""
     ceiling_megabytes_per_second: float
-    """gigatoken alone on texts in memory, on all cores, warm."""
+    """Rate of gigatoken alone on texts in memory, on all cores, after a warm-up."""
     tokenizers: Rate
     megatron: Rate | None = None
     same_bytes: bool | None = None
-    """Whether both files equal those of Megatron's script."""
+    """True if both files equal those of Megatron's script."""
 
     @property
     def median(self) -> Rate:

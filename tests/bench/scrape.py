@@ -40,14 +40,14 @@ class BenchResult:
     iterations: int
     log_bytes: int
     seconds: float
-    """Of the processor, as the next."""
+    """Processor seconds of scraping; the following fields are processor seconds too."""
     plain_seconds: float
-    """For the lines and the regular expression alone."""
+    """Seconds for reading lines and matching a regular expression only."""
     counted_seconds: float
-    """For `grep -c`."""
+    """Seconds of `grep -c`."""
     peak_memory_mib: float
     build_seconds: float
-    """For the whole report, the log scraped again in it; libraries are imported before."""
+    """Seconds for the full report, which scrapes the log again. Libraries are imported before."""
 
     def __str__(self) -> str:
         rate = self.iterations / self.seconds

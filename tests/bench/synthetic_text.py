@@ -1,8 +1,7 @@
 """Synthetic text of any size from a seed, for benchmarks and memory tests.
 
-`english` draws words by frequency from the prose that Python carries, with a long tail of invented ones,
-as real text has: an encoder that remembers words must not find them all. `unseen` is eight scripts in
-turn, in words of random letters.
+`english` draws words by frequency from the prose that Python ships, with a long tail of invented words like in real
+text, so that an encoder cannot cache all words. `unseen` has words of random letters in eight scripts in turn.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _SCRIPTS = (
     (0x4E00, 0x9FA6, "，"),  # Chinese
     (0xAC00, 0xD7A4, " "),  # Korean
 )
-"""First and last letter (exclusive), and what stands between words."""
+"""First and last letter (exclusive), and the separator of words."""
 _UNSEEN_CHARACTERS = 2000
 _UNSEEN_WORD = 7
-"""Characters of a word and what follows it, on average."""
+"""Mean number of characters of a word with its separator."""
 _TAIL_WORDS = 200_000
 _TAIL_SHARE = 0.04
-"""Of all words drawn."""
+"""Fraction of drawn words that are invented."""
 _SYLLABLES = (
     "al an ar as at be ca ce ci co con de di el en er es et fa fi for ga ge gra ha he hi in is ka "
     "la le li lo ma me mi mo na ne ni no ob or pa pe per pi po pre qua ra re ri ro sa se si so sta "
@@ -44,7 +43,7 @@ _SYLLABLES = (
 )
 _MOST_SYLLABLES = 5
 _MEAN_WORDS = 780
-"""Of a document: near OpenWebText's 4.9 kB."""
+"""Mean number of words per document, close to OpenWebText's 4.9 kB."""
 
 
 def synthetic_documents(size_bytes: int, seed: int = 0) -> Iterator[str]:

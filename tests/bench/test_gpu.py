@@ -82,7 +82,7 @@ def test_the_tuned_setting_is_bf16_with_patches_that_exist() -> None:
     assert fused(TUNED) <= set(NAMES)
 
 
-def test_every_patch_is_measured_alone_once() -> None:
+def test_every_patch_has_a_single_run_with_only_this_patch() -> None:
     assert sorted(name for cell in ALONE for name in fused(cell)) == sorted(NAMES)
     assert all("--bf16" not in extra(cell) for cell in ALONE)
     assert all(cell.why == f"the patch {cell.job.options.fused[0]} alone" for cell in ALONE)

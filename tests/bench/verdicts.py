@@ -1,9 +1,9 @@
 """Measure how often a verdict on two times is wrong, and how often a difference is detected:
 `python -m tests.bench.verdicts`.
 
-Simulated runs, each side with a scatter of its own, and iterations that follow one another (AR(1)).
-A cell is a pair of scatters and numbers of runs: false verdicts on equal times, true ones where the
-second takes 3% or 5% longer, and how often the ratio's interval holds the truth.
+Runs are simulated with a scatter per side and correlated iterations (AR(1)). A cell is a pair of scatters and
+numbers of runs. Its columns are false verdicts on equal times, true verdicts if the second side takes 3% or 5%
+longer, and how often the interval of the ratio contains the true value.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ SCATTERS, RUNS, KEPT = (0.002, 0.005, 0.01, 0.02), (1, 2, 3, 5), (0.0, 0.7)
 LIMIT = 0.06
 _SPREAD, _LENGTH, _SHAPES = 0.01, 100, 200
 Side = tuple[float, int]
-"""The scatter between its runs, and how many there are."""
+"""Scatter between runs, and number of runs."""
 Shape = tuple[float, float, float]
-"""A run's median and its own interval's ends, of a true time of 1."""
+"""Median of a run and the ends of its interval, for a true time of 1."""
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ RUNS = {
     "fsdp divided twice": ("fsdp", "divided twice", 2),
     "tp not reduced": ("tp", "not reduced", 2),
 }
-"""By name how it is split, what is wrong with it, and its ranks."""
+"""Runs by name: how the model is split, the injected fault, and the number of ranks."""
 SAMPLES, LENGTH, MICRO_BATCH, WIDTH, HEAD, VOCABULARY = 4, 12, 2, 32, 8, 64
 
 

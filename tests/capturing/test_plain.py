@@ -20,7 +20,7 @@ from parakit.experiments.captures import judge_captures
 from tests.given import run
 
 SLOW = pytest.mark.slow
-"""Nine processes that import torch's distributed tensors."""
+"""Mark of tests that need nine processes with torch's distributed tensors."""
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,6 @@
-"""A node that has nothing to log is no hang; a run that hangs is ended with the stacks of all nodes.
+"""A node with nothing to log does not hang, and a hanging run is stopped with the stacks of all nodes.
 
-Two launchers of this machine run their shares, each in a thread of its own, with a script for torchrun.
+Two launchers of this machine run the parts of two nodes, each in a separate thread, with a script for torchrun.
 """
 
 import io
@@ -37,7 +37,7 @@ from tests.patience import PATIENCE
 pytestmark = pytest.mark.ranks
 
 LINES, TIMEOUT = 40, 20
-"""What one node says, and after how many of the other's lines a node's silence were a hang."""
+"""Number of lines that a node logs, and number of these lines after which the other node's silence would be a hang."""
 SPEAKING = (
     *("bash", "-c"),
     f"for i in {{1..{LINES}}}; do echo line; sleep 0.1; done; touch ${{KIT_STACKS%/*}}/said",

@@ -1,7 +1,7 @@
-"""A real Slurm of two nodes of one CPU each on this machine, with its own munge; root is needed.
+"""A real Slurm of two nodes with one CPU each on this machine, with its own munge; root is needed.
 
-Nothing of the machine's own Slurm or munge is read or touched: configuration, key, sockets, state and
-ports are the fixture's own, and its daemons end with it.
+Slurm and munge of the machine are neither read nor changed: configuration, key, sockets, state and ports belong to
+the fixture, and its daemons end with it.
 """
 
 import os

@@ -38,7 +38,7 @@ def test_126_layers_are_placed_on_pp_8_with_8_virtual_stages_like_in_megatron() 
         (StageSplit(first=5, last=3), 8, 2, 1, [5, 3]),
     ],
 )
-def test_layers_of_each_stage(
+def test_layers_per_stage_follow_the_split(
     stages: StageSplit, layers: int, pipeline: int, virtual: int, expected: list[int]
 ) -> None:
     assert stages.find_problem(layers, pipeline, virtual) == ""

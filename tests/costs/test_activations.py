@@ -28,7 +28,7 @@ TOKENS, HIDDEN = 32, 8
 _HIDDEN = 2 * TOKENS * HIDDEN
 """Bytes of a hidden state: 32 tokens, 8 columns."""
 _STATISTICS = 4 * 4 * TOKENS
-"""Of fused attention's softmax: 4 heads in fp32."""
+"""Bytes of the softmax statistics of fused attention: 4 heads in fp32."""
 EXPERTS = replace(
     TINY,
     bias=False,
@@ -209,6 +209,14 @@ def test_layer_offload_overlaps_with_computation_of_other_layers(
     assert exposed_copy_seconds(spec, 0, (1e9, 80), host) == pytest.approx(
         backward + (45 if gone == 3 else 0)
     )
+
+
+def test_a_rank_whose_layers_all_move_to_the_host_waits_for_every_copy() -> None:
+    # Forward waits for three of four copies: nothing replaces the last layer. Backward waits for all.
+    spec = tiny(Offload(layers=5, min_elements=0))
+    layer_bytes = offloaded_bytes(spec, 4).copied / 4
+    host = HostRates(layer_bytes / 15, layer_bytes, "")
+    assert exposed_copy_seconds(spec, 0, (40, 80), host) == pytest.approx(3 * 15 + 4 * 15)
 
 
 def test_iteration_waits_for_exposed_copies() -> None:

@@ -147,7 +147,7 @@ def test_selective_recomputation_drops_the_scores() -> None:
 
 
 _ELEMENTS = 16 * 2 * 8
-"""Of a hidden state: 16 positions, 2 samples, 8 columns."""
+"""Elements of a hidden state: 16 positions, 2 samples, 8 columns."""
 _EXPERTS = replace(
     TINY,
     bias=False,

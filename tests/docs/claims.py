@@ -22,18 +22,18 @@ from parakit.planner.search import Candidate, evaluate_configuration
 from tests.docs.predictions import request_of
 
 GPUS, GPU, MODEL, SAMPLES, TOKENS = 1024, "a100", "gpt3-175b", 1536, 300e9
-"""What the survey's claims are about; samples and tokens are arXiv:2104.04473's, which it leaves out."""
+"""Subject of the survey's claims. Samples and tokens are those of arXiv:2104.04473, because the survey omits them."""
 _ERROR = 0.15
 """Times and memory are not predicted better than this everywhere (its README, held-out errors)."""
 _DAY = 86400
 _STATE = {"parameters": 4, "gradients": 4, "optimizer": 8}
-"""Bytes a parameter in fp32, which the survey counts in."""
+"""Bytes per parameter in fp32, the precision that the survey assumes."""
 _COMMUNICATION = ("tensor_parallel", "pipeline_messages", "bubble", "gradient_sync")
-"""What it adds up to an overhead in all."""
+"""Parts of the time that the survey adds up to a total overhead."""
 _VERDICTS = {True: "confirmed", False: "contradicted", None: "cannot be judged"}
 
 Said = tuple[str, bool | None, str]
-"""One statement, whether it is so (None: nothing here says), and the evidence."""
+"""Statement, whether it is true (None if nothing here decides it), and the evidence."""
 
 
 class Claim(dict):

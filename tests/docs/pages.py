@@ -1,6 +1,6 @@
-"""The texts that pages copy from the planner, put into the pages: how a test compares and renews them.
+"""Texts of the planner that pages contain: a test compares them with the pages and renews them.
 
-A text finds its place by its beginning: a table by its header, a sentence by the words before its colon.
+A text replaces the text with the same beginning: the header of a table, or a sentence's words before its colon.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ class SizeRow:
 
     request: Request
     plain: Candidate | None
-    """None where none fits."""
+    """Best candidate that needs nothing of Megatron, None if no such candidate fits."""
     split: Candidate | None
 
     @property

@@ -32,8 +32,7 @@ def print_rules() -> None:
 
 
 def rules_table(cases: Sequence[tuple[str, int, int]] = CASES) -> str:
-    """A row a case: the fastest strategy, the fastest of ZeRO-2 and ZeRO-3 alone, and what that
-    loses."""
+    """Return a row per case: the fastest strategy, the faster of ZeRO-2 and ZeRO-3, and how much slower that is."""
     rows = tuple(_row(*case) for case in cases)
     names = ("model", "devices, global batch", "fastest", "ZeRO-2/3 alone", "slower by")
     columns = tuple(

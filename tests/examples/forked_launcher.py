@@ -1,6 +1,6 @@
-"""`python -m parakit WORDS…`, whose ranks come from a process that has imported Megatron.
+"""Launcher that runs `python -m parakit ARGUMENTS…` with ranks from a process that has imported Megatron.
 
-`python -m tests.examples.forked_launcher SOCKET PID WORDS…`
+`python -m tests.examples.forked_launcher SOCKET PID ARGUMENTS…`
 """
 
 import sys

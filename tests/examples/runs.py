@@ -73,7 +73,7 @@ def run_of(folder: Path) -> Run:
 
 
 Wanted = tuple[str, dict[str, object]]
-"""A target, and what differs from the options of all."""
+"""Target, and its differences from the common options."""
 
 
 class Trainer:
@@ -129,7 +129,7 @@ def of_experts(strategy: str, **changes: object) -> Wanted:
 
 
 SINGLE = ("baseline", "dp2", "tp2", "zero1")
-"""Runs that a test asks for by name, without the others of `six` or `eight`."""
+"""Runs that tests request by name, without the other runs of `six` or `eight`."""
 
 FIXTURES: dict[str, dict[str, Wanted]] = {
     **{name: {name: dense(name)} for name in SINGLE},
@@ -147,17 +147,17 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
         "undisturbed": dense("dp2", iterations=12, global_batch_size=4, dropout=0.1, ledger=False)
     },
 }
-"""The runs that several tests look at, by the fixture that gives them."""
+"""Runs that several tests need, by their fixture."""
 
 FORKED = (
     *("baseline", "experts", "dp2", "sp2", "cp2", "vpp2", "zero1", "ep2"),
     *("tp2", "zero3", "refused", "undisturbed", "quick_injected", "pp2"),
     *("stopped", "killed"),
 )
-"""Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
+"""Runs whose start-up is not tested. Their ranks are forked from a single process that imported Megatron."""
 
 FORKED_NATIVE = ("native experts", "native tp2", "spread experts")
-"""Those forked from one that imported torch."""
+"""Runs whose ranks are forked from a single process that imported torch."""
 
 SCENARIOS: dict[str, Callable[[Path, Path, ForkedRanks | None], Any]] = {
     "killed": killed,
@@ -173,7 +173,7 @@ LANES = 2
 """Forked runs in turn, and beside them the others: a run leaves cores idle while it starts and ends."""
 
 ALL_CORES = b"+"
-"""Written to the process that makes the runs, once the other tests have ended."""
+"""Byte that is written to the process that trains runs once the other tests have ended."""
 
 
 def runs_for(fixtures: Collection[str]) -> list[str]:

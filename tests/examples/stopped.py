@@ -22,7 +22,7 @@ from tests.patience import OF_A_RUN, until
 from tests.small import SMALL
 
 MOMENTS = {signal.SIGTERM: "initializing torch distributed", signal.SIGINT: "iteration        3/"}
-"""What is asked, and the line after which."""
+"""Signals, and the log line after which each is sent."""
 
 
 @dataclass(frozen=True)

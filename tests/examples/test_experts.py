@@ -31,9 +31,9 @@ from tests.examples.runs import ITERATIONS, Run, Trainer
 SHAPE = load_model("moe-tiny").shape
 ROW_BYTES = 4 * SHAPE.hidden
 COPIES = 8 * SHAPE.seq_length * SHAPE.experts_per_token
-"""Of the tokens of an iteration, in each layer."""
+"""Copies of the tokens of an iteration, per layer."""
 STEADY = range(2, ITERATIONS)
-"""Those whose calls count: the first iteration starts groups, the last never ends."""
+"""Iterations whose calls count: the first creates groups, and the last has no end."""
 Key = tuple[str, str, int]
 
 ON_TWO = ("sp2", "cp2", "pp2", "dp2", "ep2-zero1")

@@ -64,7 +64,7 @@ def test_losses_equal_those_of_baseline_except_for_the_last_printed_digits(
         assert mine == pytest.approx(baselines, abs=1.1e-5)
 
 
-def test_loss_decreases(six: dict[str, Run]) -> None:
+def test_training_decreases_the_loss(six: dict[str, Run]) -> None:
     losses = six["baseline"].losses
     assert losses[0] > 6.9
     assert losses[-1] < losses[0] - 0.2

@@ -16,7 +16,7 @@ CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 LINK = parse_rate("1gbps")
 ITERATIONS = 20
 WARM_UP = 4
-"""Iterations that start groups or are slowed by the memory ledger."""
+"""Iterations that create groups or are slowed by the memory measurement."""
 
 
 def milliseconds(run: Run) -> list[float]:

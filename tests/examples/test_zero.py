@@ -51,7 +51,7 @@ def test_every_call_of_zero3_is_in_the_closed_form(zero3: Run) -> None:
 
 
 PADDING = {2: 4 * 128, 3: 4 * 768}
-"""Megatron-FSDP fills every bucket up, so that both ranks hold as much."""
+"""Bytes by which Megatron-FSDP pads buckets so that both ranks hold equally many, per stage."""
 STEPS = {0: 2 * 52}
 """torch's Adam counts its steps for each of 52 tensors; under the distributed optimizer and FSDP the
 count is no tensor (megatron_patches/no_te/adam_step.py)."""

@@ -20,14 +20,14 @@ class Killed:
     """Results of the killed and the resumed run."""
 
     folder: str
-    """Of the resumed run; its first attempt is what the kill left."""
+    """Folder of the resumed run, whose first attempt was killed."""
     iterations_reported: int
-    """By the report, before the run was resumed."""
+    """Number of iterations in the report before the run was resumed."""
     saved_iteration: int
-    """Of the newest finished checkpoint that the killed run left."""
+    """Iteration of the newest finished checkpoint of the killed run."""
     resumed_folder: str
     exit_code: int
-    """Of the launcher that resumed it."""
+    """Exit code of the launcher that resumed the run."""
     output: str
 
 

@@ -99,9 +99,9 @@ class Victim:
     launcher: psutil.Popen
     folder: Path
     processes: dict[str, psutil.Process] = field(default_factory=dict)
-    """By their names, as `processes_of` gives them."""
+    """Processes by their names, as `processes_of` gives them."""
     family: list[psutil.Process] = field(default_factory=list)
-    """All that the launcher started."""
+    """All processes that the launcher started."""
 
     @property
     def ranks(self) -> dict[int, psutil.Process]:
@@ -220,7 +220,9 @@ def same_losses(resumed: Run, whole: Curve) -> None:
 
 
 def kill(process: psutil.Process) -> None:
-    process.send_signal(signal.SIGKILL)
+    """Kill a process, or do nothing if it has ended: on a busy machine a run may end before the kill."""
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGKILL)
 
 
 WHO = ("launcher", "rank 0", "rank 1", "supervisor", "torchrun")

@@ -1,8 +1,8 @@
 """`make bench NAME=soak STRATEGY=dp2 ARGS="--hours 0.33"`: a long run undisturbed, and with processes killed at random.
 
-The undisturbed run shows what grows or becomes slower with time. The disturbed one is resumed after each
-kill and must have the same losses, as far as it comes. Both have a launcher of their own, as `make
-train-…` would; this process starts and reads them, and nothing else.
+The undisturbed run shows what grows or becomes slower with time. The disturbed run is resumed after each kill and
+must have the same losses up to its last iteration. Each run has its own launcher, as with `make train-…`. This
+process only starts and samples them.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessRead
 from tests.patience import OF_A_RUN
 
 SAVE_EVERY = 50
-"""Iterations, as many as between two evaluations."""
+"""Iterations between two checkpoints, equal to those between two evaluations."""
 
 READ_SECONDS = 5.0
 
 UNDISTURBED_SHARE = 0.4
-"""Of the time; the disturbed run, which starts again after each fault, has the rest to train as far."""
+"""Fraction of the time for the undisturbed run. The disturbed run restarts after each fault and gets more time."""
 
 FAULTS, LONGEST_SECONDS = 6, 600.0
-"""So many faults are expected in the disturbed run, and one at least so often; one before its middle."""
+"""Expected number of faults in the disturbed run, and longest time between two faults in seconds."""
 
 _FASTEST_SECONDS = 0.02
-"""Of an iteration: Megatron's schedule must not end before the time does."""
+"""Lower bound on seconds per iteration, by which Megatron's schedule is longer than the time of the soak."""
 
 _TAIL_BYTES = 20_000
-"""Of a log, which hold its last iteration."""
+"""Bytes at the end of a log that contain its last iteration."""
 
 READINGS_FILE, TEXT_FILE = "readings.csv", "soak.md"
 
@@ -163,7 +163,7 @@ class _Soaking:
     readings: list[ProcessReading] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _start_seconds: float = 0.0
-    """Of a run, before its first iteration."""
+    """Seconds of a run before its first iteration."""
     _attempts: Counter[str] = field(default_factory=Counter)
     _logged_before: int = 0
     """Bytes of the log when this attempt began."""

@@ -22,9 +22,9 @@ UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 """Names of the two runs' folders."""
 
 MEMORY_LIMIT = 0.01
-"""By how much of itself the least of the last third may be above the most of the first."""
+"""Fraction by which the minimum of the last third may exceed the maximum of the first third."""
 MEMORY_FLOOR_BYTES = 1 << 20
-"""Less is no growth of a process however small: an allocator takes memory in such pieces."""
+"""Bytes below which memory of a small process does not count as growth, because allocators use blocks of this size."""
 
 _FEWEST_WINDOWS = 3
 
@@ -36,18 +36,18 @@ class ProcessReading:
     run: str
     attempt: int
     seconds: float
-    """Since the soak began."""
+    """Seconds since the start of the soak."""
     iteration: int
     process: str
     memory_bytes: int
-    """Resident."""
+    """Resident memory."""
     descriptors: int
     """Open file descriptors."""
     processor_seconds: float
     control_seconds: float
     """Processor time that a fixed piece of work took at this moment."""
     load: float
-    """The machine's, over a minute."""
+    """Load of the machine over a minute."""
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,22 @@ class Fault:
     status: Status
     reason: str
     over_seconds: float
-    """Until no process of the run was left."""
+    """Seconds until no process of the run remained."""
 
 
 @dataclass(frozen=True)
 class Steadiness:
-    """One process of the undisturbed run: its least memory and its usual descriptors in the first and
-    the last third of its readings.
+    """A process of the undisturbed run: its minimum memory and median descriptors in the first and the last
+    third of its readings.
 
-    What a save or an evaluation takes for a while comes and goes; a leak raises the least. The first
-    quarter of the readings is left out: caches fill and the optimizer's state appears.
+    Memory of a save or an evaluation is temporary, while a leak raises the minimum. The first quarter of the
+    readings is left out, because caches fill and the optimizer state is created.
     """
 
     process: str
     memory_bytes: tuple[int, int]
     fluctuation_bytes: int
-    """Between its least and its most memory in the first of the two."""
+    """Difference between maximum and minimum memory in the first third."""
     descriptors: tuple[int, int]
 
     @property
@@ -112,9 +112,9 @@ class SoakVerdict:
 
     processes: tuple[Steadiness, ...]
     wall: TimeComparison | None
-    """An iteration's time, the second half's over the first's; None with too few iterations."""
+    """Ratio of iteration time of the second half over the first; None with too few iterations."""
     processor: TimeComparison | None
-    """The same of the ranks' processor time over that of the control."""
+    """Ratio of the ranks' processor time relative to the control, second half over first."""
     losses: Losses
     faults: tuple[Fault, ...]
     load: tuple[float, float]

@@ -20,7 +20,7 @@ from tests.faults.runs import SAVE_EVERY, Kit, same_losses
 
 pytestmark = pytest.mark.slow
 OVERRIDE = "--override-opt_param-scheduler"
-"""Megatron's spelling: what the command says counts, not what the checkpoint holds."""
+"""Flag in Megatron's spelling, by which values of the command replace those of the checkpoint."""
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
@@ -53,7 +53,7 @@ def fill(disk: Path, but_for_bytes: int) -> Path:
     return filler
 
 
-@pytest.mark.parametrize(("while_doing", "left_bytes"), [("saving", 8 << 20), ("logging", 0)])
+@pytest.mark.parametrize(("while_doing", "left_bytes"), [("saving", 1 << 20), ("logging", 0)])
 def test_full_disk_ends_the_run_which_resumes_once_there_is_space(
     kit: Kit, small_disk: Kit, while_doing: str, left_bytes: int
 ) -> None:
@@ -118,7 +118,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_named(kit: Kit) -> None:
     victim.wait_for("initializing torch distributed")
     with memory_group() as group:
         # Memory that the rank holds stays accounted to its earlier group. The model is not allocated yet.
-        (group / "memory.limit_in_bytes").write_text(str(32 << 20))
+        (group / "memory.limit_in_bytes").write_text(str(4 << 20))
         (group / "cgroup.procs").write_text(str(victim.ranks[1].pid))
         ended = victim.end()
     assert (ended.status.status, ended.status.rank) == (Status.OUT_OF_MEMORY, 1), ended.status

@@ -15,6 +15,7 @@ from parakit.launch.options import Options
 from tests.faults.runs import Kit
 from tests.faults.soak import READINGS_FILE, TEXT_FILE, Soak, _Soaking, plan_soak
 from tests.given import given
+from tests.small import SMALL
 
 
 def soaked(variables: dict[str, str]) -> Soak:
@@ -93,11 +94,12 @@ def test_soak_with_killed_processes_reaches_the_undisturbed_losses(
     ended = subprocess.run(
         (sys.executable, "-m", "parakit", "bench"),
         cwd=ROOT,
-        env={**kit.environment, **variables, "ITERS": ""},
+        env={**kit.environment, **variables, "ITERS": "", "EXTRA": " ".join(SMALL)},
         capture_output=True,
         text=True,
         check=False,
     )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     (folder,) = runs.glob("2*-soak-dp2-gpt2-tiny-2cpu")
     text = (folder / TEXT_FILE).read_text()
     assert "all equal to the last digit" in text, ended.stdout

@@ -16,17 +16,17 @@ BLOCKS |= {"figcaption"}
 STRUCTURE = {"header", "section", "table", "thead", "tbody", "figure", "details", "nav", "main"}
 HIDDEN = {"style", "script", "metadata", "defs"}
 SAMPLES = 6
-"""Of a long list of numbers so many are shown at either end."""
+"""Number of values that are shown at either end of a long list."""
 
 LINE = 160
-"""What fits on so many characters is written on one line."""
+"""Longest value in characters that is written on a single line."""
 
 FIGURES = (
     *("label", "status", "iteration_ms_median", "iteration_ms_ci_low", "iteration_ms_ci_high"),
     *("tokens_per_second_per_device", "peak_memory_bytes", "comm_bytes_per_iteration"),
     *("final_loss", "parity"),
 )
-"""The columns of a report's row that a golden file holds; its verdict on speed comes after them."""
+"""Columns of a report's row in a golden file. The verdict on speed comes after them."""
 
 
 def page_as_text(page: str) -> str:

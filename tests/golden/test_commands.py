@@ -42,7 +42,7 @@ EXPERTS = (
 TP2_CPU, TP2_GPU = "train-tp2-gpt2-tiny-2cpu", "train-tp2-gpt2-large-2gpu"
 DP2_CPU = "train-dp2-gpt2-tiny-2cpu"
 FIRST_LINES = 10
-"""Of a command in the area of that name: what its user reads first."""
+"""Number of lines that are compared of a command in the area of that name."""
 
 
 def target(name: str, settings: str = "") -> str:

@@ -47,13 +47,13 @@ def write(tmp_path_factory, content: bytes) -> Path:
 
 @settings(max_examples=60)
 @given(st.binary(max_size=2000))
-def test_random_bytes(tmp_path_factory, content):
+def test_random_bytes_are_scraped_without_an_exception(tmp_path_factory, content):
     scrape_everything(write(tmp_path_factory, content))
 
 
 @settings(max_examples=60)
 @given(st.binary(max_size=300))
-def test_broken_gzip(tmp_path_factory, content):
+def test_broken_gzip_is_scraped_without_an_exception(tmp_path_factory, content):
     packed = gzip.compress(b"iteration 1/2 |" * 50)
     scrape_everything(write(tmp_path_factory, packed[:20] + content + packed[40:]))
     scrape_everything(write(tmp_path_factory, b"\x1f\x8b" + content))
@@ -61,7 +61,7 @@ def test_broken_gzip(tmp_path_factory, content):
 
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=60))
-def test_pieces_of_logs_in_any_order(tmp_path_factory, pieces):
+def test_pieces_of_logs_in_any_order_are_scraped_without_an_exception(tmp_path_factory, pieces):
     text = "".join(pieces).encode("utf-8", "surrogatepass")
     scrape_everything(write(tmp_path_factory, text))
 

@@ -21,7 +21,7 @@ from tests.native.small_model import settings
 
 ITERATIONS = 6
 MICRO_BATCHES = 3
-"""One for PipeDream, which makes an update after each."""
+"""Micro batches per iteration; PipeDream has a single one, because it updates after each."""
 TIED = ("gpipe", "1f1b", "interleaved", "pipedream-flush")
 UNTIED = ("1f1b", "pipedream", "pipedream-2bw")
 
@@ -49,14 +49,14 @@ def chosen(schedule: str, *, tied: bool) -> Settings:
 
 
 def batches(of: Settings, iteration: int) -> list[MicroBatch]:
-    """The same tokens whatever the micro batch is."""
+    """Return the micro batches of an iteration. Their tokens do not depend on the micro batch size."""
     tokens = torch.randint(100, (3, 9), generator=torch.Generator().manual_seed(iteration))
     pieces = tokens.split(of.micro_batch_size)
     return [(piece[:, :-1].contiguous(), piece[:, 1:].contiguous()) for piece in pieces]
 
 
 def whole_model(of: Settings) -> GPT:
-    """With its first weights."""
+    """Return the full model with its initial weights."""
     model = GPT(of)
     initialise(model, of)
     return model

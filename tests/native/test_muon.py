@@ -13,7 +13,7 @@ from tests.native.small_model import settings
 
 Matrix = NDArray[np.float64]
 BF16_ERROR = 0.04
-"""Relative, of an update whose five steps are made in bf16 (8 bits); measured 0.007 to 0.02."""
+"""Relative error of an update whose five steps are computed in bf16 (8 bits); 0.007 to 0.02 were measured."""
 
 
 def orthogonalised(matrix: Matrix) -> Matrix:

@@ -24,10 +24,10 @@ from tests.native.pipeline_rank import (
 from tests.native.pipelined import STAGES
 
 ROUNDING = 1e-4
-"""A hundredth of an update: Adam makes whole updates of gradients that are all rounding."""
+"""A hundredth of an update. Adam makes full-size updates from gradients that consist of rounding errors."""
 
 Trained = Mapping[tuple[str, bool], list[Any]]
-"""By schedule and whether the matrix is tied: of each rank its losses, weights, versions, logits."""
+"""Losses, weights, versions and logits of each rank, by schedule and whether embeddings are tied."""
 
 
 @pytest.fixture(scope="module")

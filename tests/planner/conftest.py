@@ -25,12 +25,12 @@ TINY = ModelShape(
     vocabulary=100,
     vocabulary_multiple=8,
 )
-"""Small enough to count by hand."""
+"""Model shape that is small enough to count by hand."""
 
 
 @pytest.fixture(scope="session")
 def make_request() -> MakeRequest:
-    """Builds a request for a model on some devices."""
+    """Return a function that builds a request for a model on some devices."""
 
     def build(name: str, devices: int, gpu: str, global_batch: int, per_node: int = 8) -> Request:
         model, device = load_model(name), device_by_key(gpu)
@@ -45,7 +45,7 @@ def make_request() -> MakeRequest:
 
 @pytest.fixture(scope="session")
 def dry_runner() -> Iterator[DryRunner]:
-    """One process that has imported torch and Megatron, for all dry runs of the session."""
+    """Provide a process that has imported torch and Megatron for all dry runs of the session."""
     with DryRunner() as runner:
         yield runner
 

@@ -160,7 +160,7 @@ _LAYOUTS = {
     "last stage": (Parallelism(pipeline=2, tensor=2), 3),
 }
 _BY_DEFAULT = {("virtual", "full uniform 2"), ("last stage", "full block 1")}
-"""Each way to checkpoint once."""
+"""Cases of the default suite, one per method of recomputation."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Published runs that went out of memory, and that ran: on 384 A100 of 80 GB, and on GH200 of 96 GB.
+"""Published runs that trained and that ran out of memory: on 384 A100 of 80 GB, and on GH200 of 96 GB.
 
 bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md@053adafee8, tables of 02-25 and
 02-28: Megatron-DeepSpeed, ZeRO-1, full recomputation, 2,048 tokens, a vocabulary of 250,880.

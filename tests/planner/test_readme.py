@@ -27,9 +27,6 @@ MEASUREMENTS = (ROOT / "src" / "parakit" / "planner" / "readings" / "README.md")
 _UNITS = {"µs": 1e-6}
 
 
-"""Kinds that were unknown when it was chosen what is near, but for that brief iterations are apart."""
-
-
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 

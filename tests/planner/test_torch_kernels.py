@@ -20,10 +20,10 @@ from parakit.planner.time.rates import DeviceRates, compute_device_rates
 from parakit.planner.time.traffic import layer_bytes
 
 HOST = read_args_file(ROOT / "src" / "parakit" / "launch" / "runtimes" / "host.args")
-"""Of a host without Transformer Engine."""
+"""Flags of a host without Transformer Engine."""
 LARGE = load_model("gpt2-large")
 HIDDEN = 32 * 1024 * 1280
-"""Elements of a hidden state of its micro batch."""
+"""Elements of a hidden state of a micro batch."""
 
 
 def run(*fused: str, dtype: str = "fp16") -> RunSpec:

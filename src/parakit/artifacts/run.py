@@ -47,6 +47,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 3
 LLVM, with which Triton compiles, handles SIGUSR1 and SIGUSR2 itself (`lib/Support/Unix/Signals.inc`)."""
 STOPPED_FILE = "stopped.txt"
 """File in the folder of stacks with the ranks that a signal had stopped; absent if there were none."""
+ASKED_FILE = "asked.txt"
+"""File in the folder of stacks with the time at which ranks were asked for their stacks, in ns since 1970."""
 CHECKPOINTS_FOLDER = "checkpoints"
 ATTEMPTS_FOLDER = "attempts"
 """Folder of the files of earlier attempts of a resumed run, `1/`, `2/`, ….

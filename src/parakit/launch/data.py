@@ -156,9 +156,9 @@ def _read_data_file(name: str) -> list[str]:
 def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
     """Return `--split`, and what must go with it, where the model's own split does not fit a data set.
 
-    Megatron divides each data set of a blend by the same split, so the result fits all of them. Nothing is
-    returned where the split of `flags` works, where no split works, and where a data set cannot be opened,
-    which the checks before a run report.
+    Megatron divides each data set of a blend by the same split, so the result fits all of them. The result is
+    empty if the split of `flags` works, if no split works, or if a data set cannot be opened. The checks before
+    a run report the last case.
     """
     model_flags = Flags(flags)
     evaluates = model_flags.integer(EVAL_ITERATIONS_FLAG, 1) > 0

@@ -79,7 +79,7 @@ def test_difference_is_listed_with_its_finding_and_a_new_difference_as_not_judge
     assert new.command in markdown
 
 
-def test_the_newest_version_is_first(tmp_path: Path) -> None:
+def test_newest_version_is_the_first_on_the_page(tmp_path: Path) -> None:
     for name in ("0.9.0", "f4fa7d6b", "0.19.0"):
         store_cells(tmp_path, name, RECORDS)
     markdown = write_pages(tmp_path, matrix(MODEL))[0].read_text()

@@ -26,7 +26,7 @@ def git(checkout: Path, *arguments: str) -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository of three files, of which `attention.py` imports `rope_utils.py`."""
+    """Return a repository with three files, in which `attention.py` imports `rope_utils.py`."""
     monkeypatch.delenv("GITHUB_BASE_REF", raising=False)
     files = {
         ATTENTION: "from ..models.rope_utils import rotate\n\n\ndef forward(query):\n    return rotate(query)\n",
@@ -78,6 +78,17 @@ def test_a_deleted_line_is_named_by_the_line_above_it(checkout: Path) -> None:
 def test_commits_of_the_fork_count_as_changes(checkout: Path) -> None:
     git(checkout, "branch", "upstream/main")
     git(checkout, "checkout", "-b", "fork")
+    replace_text(checkout, ROPE, "cosine = 1", "cosine = 2")
+    git(checkout, "commit", "--all", "-m", "fork")
+    assert nearest(checkout) == [f"{ROPE}:2"]
+
+
+def test_commits_of_a_release_do_not_count_as_changes(checkout: Path) -> None:
+    git(checkout, "branch", "upstream/main")
+    git(checkout, "checkout", "-b", "release")
+    replace_text(checkout, ATTENTION, "rotate(query)", "rotate(query) + 0")
+    git(checkout, "commit", "--all", "-m", "release")
+    git(checkout, "tag", "core_v0.19.0")
     replace_text(checkout, ROPE, "cosine = 1", "cosine = 2")
     git(checkout, "commit", "--all", "-m", "fork")
     assert nearest(checkout) == [f"{ROPE}:2"]

@@ -257,6 +257,15 @@ def test_other_micro_batches_of_balanced_experts_are_refused(composed: Composer)
     assert composed("baseline-moe-tiny-1cpu", flags=flags, extra="--moe-aux-loss-coeff 0").mode
 
 
+def test_vocabularies_with_different_padding_are_refused(composed: Composer) -> None:
+    flag = "--make-vocab-size-divisible-by 1"
+    with pytest.raises(
+        LaunchError, match="50258 rows in the strategy and to 50257 in its reference"
+    ):
+        composed("tp2-gpt2-tiny-2cpu", extra=flag)
+    assert composed("dp2-gpt2-tiny-2cpu", extra=flag)
+
+
 @contextmanager
 def files_no_larger_than(size_bytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -368,8 +377,7 @@ def test_first_iteration_with_wrong_weights_is_searched(composed: Composer, tmp_
     ones, at = np.ones((4, 3), np.float32), captures.place((0, 0, 0))
 
     def train(part: str, launch: Launch) -> str:
-        """The strategy's weights are wrong from the end of iteration 3 on, as its gradients are
-        there."""
+        """Write captures in which the strategy's gradients are wrong at iteration 3 and its weights after it."""
         iteration = int(launch.environment[variables.CAPTURE_ITERATION])
         asked.append(part)
         injected = part.startswith("strategy")

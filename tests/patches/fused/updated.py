@@ -16,7 +16,7 @@ SAME_ARITHMETIC = "cross_entropy,adamw,multi_tensor"
 ON_HOST = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 Figures = dict[str, Any]
 PRECISIONS = {"": ("fp32", "bf16"), ALL: ("fp32", "bf16"), SAME_ARITHMETIC: ("bf16",)}
-"""Of the patches, the precisions that one process trains in."""
+"""Precisions in which a process trains, by patches."""
 
 
 def fused_updates(*_: object) -> dict[str, Figures]:

@@ -1,9 +1,9 @@
-"""The constants of each generation, fitted to readings; and the errors of readings left out of the fit.
+"""Fit of each generation's constants to published measurements, and errors of measurements left out of the fit.
 
-`Constants` (`src/parakit/planner/time/constants.py`) has a dozen a generation, each within physical bounds. All
-readings of a generation are fitted together, a source's weight growing with the root of its readings, by
-damped Gauss-Newton steps on the logarithms of predicted over published times, large errors counted
-less (Huber). What is reported for a source is predicted with constants fitted without it.
+`Constants` (`src/parakit/planner/time/constants.py`) has a dozen values per generation, each within physical bounds.
+All measurements of a generation are fitted together by damped Gauss-Newton steps on the logarithms of predicted over
+published times. The weight of a source grows with the root of its number of measurements, and large errors count
+less (Huber). Errors that are reported for a source use constants fitted without it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS_FILE)["bounds"]
 measured in public."""
 
 FITTED = ("ampere", "hopper", "blackwell")
-"""Generations with readings enough; the others borrow."""
+"""Generations with enough measurements. Other generations use constants of these."""
 
 _METRICS = ("step_time_s", "tokens_per_s_per_gpu", "mfu_percent", "matmul_tflops")
 _NOT_FITTED = ("NVIDIA/Megatron-LM golden values", "VIA-Research/vTrain single-node")
@@ -47,7 +47,7 @@ _OWN_WEIGHT = 4
 _STEPS, _STEPS_FROM_NEAR = 6, 2
 _HUBER = 0.15
 _PRIOR = 0.5
-"""How strongly a constant is held at its start, in errors a unit of its logarithm."""
+"""Strength of the pull of a constant towards its start, in errors per unit of its logarithm."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Fit:
     generation: str
     constants: Constants
     sources: Mapping[str, int]
-    """Readings of each source that made it."""
+    """Number of measurements per source that the constants were fitted to."""
 
 
 def all_fitted() -> list[MeasuredRun]:

@@ -1,9 +1,8 @@
-"""How good a choice among vTrain's small runs any smooth law of a layer can make.
+"""Estimate how good a choice among vTrain's small runs can be for any smooth law of a layer's time.
 
-`python -m tests.planner.readings.small_runs_floor`: the 900 times are sums of 32 layers' times (one a
-width, TP and micro batch). A law of the host's time and of a device's time that grows with the micro
-batch is fitted to these 32 themselves, and strategies are chosen by what it gives; every other part of a
-time stays as it was published.
+`python -m tests.planner.readings.small_runs_floor`: the 900 times are sums of the times of 32 layers (one per width,
+TP and micro batch). A law with a host time, and a device time that grows with the micro batch, is fitted to these 32
+times, and strategies are chosen by its result. All other parts of a time stay as published.
 """
 
 from __future__ import annotations
