@@ -10,9 +10,9 @@ from rich.console import Console
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE
 from parakit.artifacts.torch_dist import TRACKER_FILE
+from parakit.checkpoint import reshard_command as reshard
 from parakit.checkpoint.checks import find_problems, judge_loading
 from parakit.checkpoint.contents import read_contents
-from parakit.checkpoint.reshard import reshard
 from parakit.launch.options import Saving
 from tests.checkpoint.forked import Runs, forked
 from tests.checkpoint.test_inspect import FORMS, UNDER, UNTIED
