@@ -120,9 +120,9 @@ def build_counterpart(model: CausalModel, pairs: Sequence[TensorPair], layers: i
         shape, offset = pair.shape, tuple(0 for _ in pair.shape)
         if pair.layer is not None:
             shape, offset = (layers, *shape), (pair.layer, *offset)
-        parameters = tuple(parameters_by_name[name] for name in pair.names)
+        parameters = tuple(parameters_by_name[name] for name in pair.loaded_names)
         placement = Placement(pair.key, shape, offset)
-        return MegatronParameter(pair.parameter, placement, parameters, pair.form.join)
+        return MegatronParameter(pair.parameter, placement, parameters, pair.loaded_form.join)
 
     def make_taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
         return ReferenceTaps(model, sink, batches)
