@@ -256,9 +256,9 @@ def test_rank_files_of_format_torch_are_joined_to_full_tensors(tmp_path: Path) -
 def test_a_rank_loads_its_own_file_of_the_format_torch(
     tmp_path: Path, strategy: str, verdict: str
 ) -> None:
-    found = judge_loading(read_contents(as_legacy(tmp_path, made(SHAPES), {})), strategy)
-    assert found.verdict == verdict
-    assert ("--ckpt-format" in found.flags) == verdict.startswith("loads")
+    load_verdict = judge_loading(read_contents(as_legacy(tmp_path, made(SHAPES), {})), strategy)
+    assert load_verdict.verdict == verdict
+    assert ("--ckpt-format" in load_verdict.flags) == verdict.startswith("loads")
 
 
 class Fault(NamedTuple):

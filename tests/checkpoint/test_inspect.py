@@ -417,8 +417,8 @@ def test_differing_tensors_of_two_checkpoints_are_named(
     held = states()
     change(held)
     relations = compare_weights(read_contents(healthy), read_contents(written(tmp_path, held)))
-    assert {one.name for one in relations if one.relation != "equal"} == {name}
-    only = next(one for one in relations if one.name == name)
+    assert {pair.name for pair in relations if pair.relation != "equal"} == {name}
+    only = next(pair for pair in relations if pair.name == name)
     assert only.relation == relation
     assert detail in only.detail
 
@@ -501,10 +501,10 @@ def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> No
 def test_strategy_loads_all_states_or_some_or_refuses(
     healthy: Path, strategy: str, verdict: str, flags: tuple[str, ...], reason: str
 ) -> None:
-    found = judge_loading(read_contents(healthy), strategy)
-    assert found.verdict == verdict
-    assert set(flags) <= set(found.flags)
-    assert reason in " ".join(found.reasons)
+    load_verdict = judge_loading(read_contents(healthy), strategy)
+    assert load_verdict.verdict == verdict
+    assert set(flags) <= set(load_verdict.flags)
+    assert reason in " ".join(load_verdict.reasons)
 
 
 UNTIED = "--untie-embeddings-and-output-weights"

@@ -138,13 +138,13 @@ def save_torchtitan(folder: Path) -> None:
         for kind in ("exp_avg", "exp_avg_sq")
     }
     steps = {f"optimizer.state.{name}.step": torch.tensor(10.0) for name in weights}
-    others = {
+    other_states = {
         "train_state.step": torch.tensor(10),
         "lr_scheduler.last_epoch": torch.tensor(10),
         "dataloader.dp_rank_0": b"state",
     }
     checkpoint.save(
-        {**weights, **optimizer, **steps, **others},
+        {**weights, **optimizer, **steps, **other_states},
         storage_writer=checkpoint.FileSystemWriter(folder),
         no_dist=True,
     )

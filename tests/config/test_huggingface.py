@@ -37,8 +37,8 @@ def flags(folder: Path, config: dict[str, Any]) -> Flags:
     ],
 )
 def test_flags_of_a_config_give_it_back(tmp_path: Path, config: dict[str, Any]) -> None:
-    words = read_exact_config_flags(written(tmp_path, config))
-    built = build_config(words, "float32")
+    arguments = read_exact_config_flags(written(tmp_path, config))
+    built = build_config(arguments, "float32")
     # Fields without an effect: no window is used, and no loss balances the experts.
     unstated = ("use_sliding_window", "router_aux_loss_coef")
     expected = {name: value for name, value in config.items() if name not in unstated}
@@ -61,10 +61,10 @@ def test_transformers_5_says_rope_parameters_where_4_said_theta_and_scaling(tmp_
     config = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
     parameters = {**LLAMA3_SCALING, "rope_theta": 500000.0}
     now = flags(tmp_path, {**config, "rope_parameters": parameters})
-    for found in (before, now):
-        assert found.has("--use-rope-scaling")
-        assert found.text("--rope-scaling-factor") == "8.0"
-        assert found.text("--rotary-base") == "500000"
+    for parsed_flags in (before, now):
+        assert parsed_flags.has("--use-rope-scaling")
+        assert parsed_flags.text("--rope-scaling-factor") == "8.0"
+        assert parsed_flags.text("--rotary-base") == "500000"
 
 
 def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "sentence"),
     [
         ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 2.0}}, "low_freq_factor"),
         ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 8}}, "high_freq_factor"),
@@ -106,9 +106,9 @@ def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_
     ],
 )
 def test_what_no_flag_expresses_is_refused_by_name(
-    tmp_path: Path, config: dict[str, Any], said: str
+    tmp_path: Path, config: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         read_exact_config_flags(written(tmp_path, config))
 
 
@@ -118,7 +118,7 @@ def test_the_planner_still_takes_what_is_not_converted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "sentence"),
     [
         (
             ("--num-experts", "8", "--moe-shared-expert-gate"),
@@ -134,11 +134,11 @@ def test_the_planner_still_takes_what_is_not_converted(tmp_path: Path) -> None:
     ],
 )
 def test_flags_of_another_architecture_have_no_config(
-    tmp_path: Path, more: tuple[str, ...], said: str
+    tmp_path: Path, more: tuple[str, ...], sentence: str
 ) -> None:
-    words = read_exact_config_flags(written(tmp_path, LLAMA))
-    with pytest.raises(ValueError, match=said):
-        build_config(merge_flags(words, more), "float32")
+    arguments = read_exact_config_flags(written(tmp_path, LLAMA))
+    with pytest.raises(ValueError, match=sentence):
+        build_config(merge_flags(arguments, more), "float32")
 
 
 QWEN3_MOE = {
@@ -226,16 +226,18 @@ def test_gpt_oss_has_the_parameters_of_its_model_card(tmp_path: Path) -> None:
 
 
 def test_every_flag_of_gpt_oss_is_part_of_a_prediction(tmp_path: Path) -> None:
-    words = read_config_flags(written(tmp_path, GPT_OSS_20B))
+    arguments = read_config_flags(written(tmp_path, GPT_OSS_20B))
     of_a_run = flags_planned_as("MICRO_BATCH=")
-    left = drop_flags(words, flags_planned_as("counted", "neither", "parameters") | of_a_run)
-    assert left == ()
+    unplanned_flags = drop_flags(
+        arguments, flags_planned_as("counted", "neither", "parameters") | of_a_run
+    )
+    assert unplanned_flags == ()
     shape = find_model(str(tmp_path / "config.json")).shape
     assert (shape.window, shape.windowed_fraction, shape.clamps_activations) == (128, 0.5, True)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "sentence"),
     [
         ({**QWEN3_MOE, "mlp_only_layers": [0]}, "dense layers between layers with experts"),
         ({**QWEN3_MOE, "num_experts": 0}, "num_experts = 0; use a whole number of 1 or more"),
@@ -247,7 +249,7 @@ def test_every_flag_of_gpt_oss_is_part_of_a_prediction(tmp_path: Path) -> None:
     ],
 )
 def test_a_mixture_that_cannot_be_planned_is_refused_by_its_field(
-    tmp_path: Path, config: dict[str, Any], said: str
+    tmp_path: Path, config: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         read_config_flags(written(tmp_path, config))

@@ -64,8 +64,12 @@ def compare_with_model(contents: Contents, shape: ModelShape) -> ModelComparison
                 )
         is_wanted = not tensor.is_optional or _has_expert_bias(contents, tensor)
         if missing_names and is_wanted:
-            others = len(missing_names) - 1
-            more = f", and so is the tensor of {plural(others, 'more layer')}" if others else ""
+            num_other_layers = len(missing_names) - 1
+            more = (
+                f", and so is the tensor of {plural(num_other_layers, 'more layer')}"
+                if num_other_layers
+                else ""
+            )
             problems.append(
                 f"{missing_names[0]} is missing{more}: the model of the checkpoint's arguments has it."
             )

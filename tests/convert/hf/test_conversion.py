@@ -44,12 +44,12 @@ def exported(
     folder: Path, target: Path, as_imported: bool = True, shard_bytes: int = 10**9
 ) -> Path:
     model = find_model(str(folder / f"{folder.name}.args"))
-    own = folder if as_imported else None
+    import_folder = folder if as_imported else None
     export_model(
         folder / CHECKPOINT,
         model.flags,
         model.shape,
-        own,
+        import_folder,
         target,
         ConversionProgress(),
         shard_bytes,
@@ -57,11 +57,11 @@ def exported(
     return target
 
 
-def assert_same_bits(one: Path, other: Path) -> None:
-    ours, theirs = TensorFolder(one), TensorFolder(other)
-    assert ours.tensors == theirs.tensors  # names, shapes and types
-    for name in ours.tensors:
-        bits = [folder.read(name).view(torch.uint8) for folder in (ours, theirs)]
+def assert_same_bits(first: Path, other: Path) -> None:
+    first_folder, other_folder = TensorFolder(first), TensorFolder(other)
+    assert first_folder.tensors == other_folder.tensors  # names, shapes and types
+    for name in first_folder.tensors:
+        bits = [folder.read(name).view(torch.uint8) for folder in (first_folder, other_folder)]
         assert torch.equal(*bits), name
 
 
@@ -244,7 +244,7 @@ def token_beyond(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "sentence"),
     [
         (drop("transformer.h.1.ln_2.bias"), "lacks transformer.h.1.ln_2.bias"),
         (put("transformer.h.0.crossattention.c_attn.weight", 2, 2), "another architecture"),
@@ -258,11 +258,11 @@ def token_beyond(folder: Path) -> None:
     ids=["missing", "extra", "shape", "tied", "truncated", "pickle", "tokenizer", "config"],
 )
 def test_a_folder_that_does_not_fit_is_refused_by_name(
-    tmp_path: Path, damage: Callable[[Path], None], said: str
+    tmp_path: Path, damage: Callable[[Path], None], sentence: str
 ) -> None:
     source = write_model(tmp_path / "source", GPT2)
     damage(source)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         read_source(source)
 
 
@@ -326,9 +326,9 @@ def test_an_error_while_writing_leaves_nothing_behind(
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = imported(write_model(tmp_path / "source", GPT2), tmp_path / "hub")
-    words = list(find_model(str(folder / "mine.args")).flags)
-    words[words.index("--num-layers") + 1] = "3"
-    (folder / "mine.args").write_text(" ".join(words))
+    arguments = list(find_model(str(folder / "mine.args")).flags)
+    arguments[arguments.index("--num-layers") + 1] = "3"
+    (folder / "mine.args").write_text(" ".join(arguments))
     with pytest.raises(ValueError, match=r"shape \[2, 8\], and the run's model has \[3, 8\]"):
         exported(folder, tmp_path / "back")
 
@@ -383,11 +383,13 @@ def test_an_import_is_the_same_model_as_its_source_and_a_changed_one_is_not(
 ) -> None:
     source = write_model(tmp_path / "source", config)
     checkpoint = read_contents(imported(source, tmp_path / "hub") / CHECKPOINT)
-    assert all(one.is_same for one in compare_weights(read_contents(source), checkpoint))
+    assert all(relation.is_same for relation in compare_weights(read_contents(source), checkpoint))
     doubled = {name: 2 * values for name, values in load_file(source / FILE).items()}
     save_file(doubled, source / FILE)
-    found = compare_weights(read_contents(source), checkpoint)
-    assert {(one.relation, one.detail[-3:]) for one in found} == {("scaled", "0.5")}
+    relations = compare_weights(read_contents(source), checkpoint)
+    assert {(relation.relation, relation.detail[-3:]) for relation in relations} == {
+        ("scaled", "0.5")
+    }
 
 
 @pytest.mark.usefixtures("within_a_minute")

@@ -49,15 +49,15 @@ def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
 def test_split_and_join_are_inverse_bit_for_bit(
     family: str, groups: int, per_group: int, width: int, hidden: int, ffn: int, tied: bool
 ) -> None:
-    own = groups * per_group
+    heads = groups * per_group
     model = shape(
         layers=1,
         experts=3,
         expert_ffn_hidden=ffn,
         shared_expert_ffn=ffn + 1,
-        hidden=own * width if family == "gpt2" else hidden,
-        heads=own,
-        query_groups=own if family == "gpt2" else groups,
+        hidden=heads * width if family == "gpt2" else hidden,
+        heads=heads,
+        query_groups=heads if family == "gpt2" else groups,
         head_width=width,
         ffn_hidden=ffn,
         tied_embeddings=tied,

@@ -68,7 +68,7 @@ def test_reference_has_the_imported_parameters(tmp_path: Path, config: dict[str,
     wholes = counterpart(folder).parameters
     assert [whole.name for whole in wholes] == [pair.parameter for pair in source.pairs]
     for whole in wholes:
-        piece = whole.piece(lambda one: one.data)
+        piece = whole.piece(lambda parameter: parameter.data)
         assert torch.equal(piece.values, by_name[whole.name]), whole.name
 
 
@@ -78,9 +78,9 @@ def test_padding_rows_of_a_strategy_are_copies_of_the_last_row_and_change_no_oth
     folder = write_model(tmp_path / "m", {**GPT2, "tie_word_embeddings": False})
     plain, padded = counterpart(folder), counterpart(folder, rows=134)
     with torch.no_grad():
-        ours, theirs = padded.model(TOKENS), plain.model(TOKENS)
-    assert torch.equal(ours[..., :131], theirs)
-    assert torch.equal(ours[..., 131:], theirs[..., 130:].expand(-1, -1, 3))
+        ours, reference = padded.model(TOKENS), plain.model(TOKENS)
+    assert torch.equal(ours[..., :131], reference)
+    assert torch.equal(ours[..., 131:], reference[..., 130:].expand(-1, -1, 3))
     for whole in padded.parameters:
         if whole.placement.key in VOCABULARY:
             assert whole.placement.global_shape == (134, 8)
@@ -91,7 +91,7 @@ def test_captured_iteration_has_megatrons_names_positions_and_order(
     tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "m", config)
-    (one,) = captured(folder, tmp_path / "c", monkeypatch).ranks
+    (rank,) = captured(folder, tmp_path / "c", monkeypatch).ranks
     source = read_source(folder)
     for pair in source.pairs:
         for stage, slot in (
@@ -100,17 +100,17 @@ def test_captured_iteration_has_megatrons_names_positions_and_order(
             (CaptureStage.OPTIMIZER_STATE, "exp_avg_sq"),
             (CaptureStage.WEIGHTS, "update"),
         ):
-            record = one.first_records[TensorKey(stage, pair.parameter, slot)]
+            record = rank.first_records[TensorKey(stage, pair.parameter, slot)]
             assert record.shape == pair.shape
             assert record.placement is not None
             assert record.placement.key == pair.key
-    logits = one.first_records[TensorKey(CaptureStage.OUTPUTS, "output_layer", "output.0", 0)]
+    logits = rank.first_records[TensorKey(CaptureStage.OUTPUTS, "output_layer", "output.0", 0)]
     assert logits.shape == (8, 2, config["vocab_size"])
-    layer = one.first_records[
+    layer = rank.first_records[
         TensorKey(CaptureStage.ACTIVATION_GRADIENTS, "decoder.layers.1", "output.0", 0)
     ]
     assert layer.shape == (8, 2, 8)
-    assert {record.tensor_key.name for record in one.records} >= {
+    assert {record.tensor_key.name for record in rank.records} >= {
         *("decoder", "decoder.final_layernorm", "decoder.layers.0.pre_mlp_layernorm", "loss"),
     }
 
@@ -133,19 +133,19 @@ def test_transformers_loads_an_exported_model_without_missing_and_unexpected_ten
         (target / "config.json").write_text(
             json.dumps({**json.loads((target / "config.json").read_text()), "bos_token_id": 0})
         )
-        ours, found = AutoModelForCausalLM.from_pretrained(
+        ours, loading = AutoModelForCausalLM.from_pretrained(
             target, dtype=torch.float32, output_loading_info=True
         )
-        assert not found["missing_keys"]
-        assert not found["unexpected_keys"]
-        theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        assert_same_logits(ours, theirs)
+        assert not loading["missing_keys"]
+        assert not loading["unexpected_keys"]
+        reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        assert_same_logits(ours, reference)
 
 
 def assert_same_logits(*models: Any) -> None:
     with torch.no_grad():
-        one, other = (model.eval()(input_ids=TOKENS).logits for model in models)
-    assert torch.equal(one, other)
+        first, other = (model.eval()(input_ids=TOKENS).logits for model in models)
+    assert torch.equal(first, other)
 
 
 def test_an_untied_output_layer_is_compared_too(tmp_path: Path) -> None:
