@@ -97,6 +97,9 @@ def test_arguments_of_megatron_bridge_are_read_from_its_config(copy: Path) -> No
     assert contents.spec.parallelism.tensor == 2
     assert find_problems(contents) == ()
     assert "16 tensors against the model" in describe_coverage(contents).sentences
+    verdict = judge_loading(contents, "tp2")
+    assert verdict.verdict == "not judged"
+    assert "a checkpoint of Megatron-Bridge" in verdict.reasons[0]
     untied = BRIDGE_CONFIG.replace("output_weights: true", "output_weights: false")
     (copy / ITERATION / "run_config.yaml").write_text(untied)
     assert "output_layer.weight is missing" in " ".join(find_problems(read_contents(copy)))
@@ -234,6 +237,9 @@ def test_names_of_megatrons_models_before_megatron_core_are_read(
     torch.save(saved, rank / "model_optim_rng.pt")
     contents = read_contents(tmp_path / ITERATION)
     assert find_problems(contents, reads_pieces=True) == ()
+    verdict = judge_loading(contents, "baseline")
+    assert verdict.verdict == "refuses"
+    assert "before Megatron-Core (language_model)" in verdict.reasons[0]
     assert contents.shapes == {
         name: tuple(values.shape) for name, values in states().items() if "optimizer" not in name
     }

@@ -93,6 +93,34 @@ def test_megatron_loads_what_the_verdict_says_it_loads(runs: Runs, form: str) ->
         assert re.search(r"KeyError: '(model|output_layer\.weight)'", log), strategy
 
 
+RANK_FILES = {
+    "tp2": ("refuses", "loads", "refuses", "refuses", "refuses", "refuses", "refuses"),
+    "dp2": ("loads", "refuses", "refuses", "loads", "refuses", "refuses", "refuses"),
+}
+"""Whether a checkpoint of the format `torch` loads under each of `UNDER`, by the strategy that saved it."""
+
+
+@pytest.mark.parametrize("first", RANK_FILES)
+def test_megatron_loads_the_rank_files_that_the_verdict_says_it_loads(
+    runs: Runs, first: str
+) -> None:
+    legacy = ("--ckpt-format", "torch")
+    saving = runs.train(
+        f"train-{first}-gpt2-tiny-2cpu", iterations=2, saving=Saving(2), extra=legacy
+    )
+    folder = saving / CHECKPOINTS_FOLDER
+    contents = read_contents(folder)
+    assert find_problems(contents, reads_pieces=True) == ()
+    load = ("--load", str(folder), "--exit-on-missing-checkpoint")
+    for strategy, expected in zip(UNDER, RANK_FILES[first], strict=True):
+        verdict = judge_loading(contents, strategy)
+        assert verdict.verdict.partition(" ")[0] == expected, strategy
+        if expected == "loads":
+            target, flags = f"train-{strategy}-gpt2-tiny-2cpu", (*load, *verdict.flags)
+            run = runs.train(target, iterations=3, shared_start=False, extra=flags)
+            assert "successfully loaded checkpoint" in (run / LOG_FILE).read_text(), strategy
+
+
 @pytest.mark.parametrize(
     ("first", "second", "model"),
     [

@@ -322,6 +322,12 @@ def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
         )
         reason = f"No verdict is given on {subject}; convert it to torch_dist."
         return LoadVerdict("not judged", flags=(), reasons=(reason,))
+    if contents.trainer:
+        reason = (
+            f"No verdict is given on a checkpoint of {contents.trainer}, whose states Megatron keeps otherwise; "
+            "load it there, or export its weights with 'make export-hf CKPT='."
+        )
+        return LoadVerdict("not judged", flags=(), reasons=(reason,))
     saved = spec.parallelism
     new = parse_strategy(strategy, count_devices(strategy, saved.world_size))
     refusals = [*contents.problems, *find_violations(replace_parallelism(spec, new))]
@@ -375,6 +381,11 @@ def _explain_unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
     `--use-torch-fsdp2` takes torch_dist and torch_dcp, and needs untied embeddings.
     """
     sharding, name = new.sharding, contents.format
+    if contents.has_legacy_names:
+        yield (
+            "Its tensors have the names of Megatron's models before Megatron-Core (language_model), which Megatron "
+            "no longer loads; convert it with tools/checkpoint/convert.py of Megatron-Core 0.12."
+        )
     if sharding.is_megatron_fsdp:
         yield (
             f"Megatron-FSDP ({sharding}) loads the format {FSDP} alone, and this checkpoint is {name}; "

@@ -35,6 +35,7 @@ from parakit.checkpoint.full_tensors import (
     LEGACY_FILE,
     ReplicatedPiece,
     find_missing_ranks,
+    has_legacy_names,
     join_rank_files,
     stack_fsdp_tensors,
 )
@@ -97,6 +98,10 @@ class Contents:
     """Megatron's name for the form of the distributed optimizer's state; empty if it is not stored."""
     copies: tuple[ReplicatedPiece, ...] = ()
     """Pieces that further ranks hold of a tensor. They must equal the pieces in `stored`."""
+    trainer: str = ""
+    """The trainer that saved the checkpoint, if it is built on Megatron-Core and not Megatron itself."""
+    has_legacy_names: bool = False
+    """True if the tensors have the names of Megatron's models before Megatron-Core, which are read as today's."""
     unknown_model: str = ""
     """The reason why the tensors of a Hugging Face model are unknown; empty if its config.json defines them."""
 
@@ -142,7 +147,7 @@ def read_contents(folder: Path) -> Contents:
         UnknownFormatError: The folder holds no checkpoint, or one of a format that is not read.
     """
     located = locate_checkpoint(folder)
-    contents = _read_folder(located.folder)
+    contents = replace(_read_folder(located.folder), trainer=located.trainer)
     if located.arguments:
         # The checkpoint's own arguments win. They are few in checkpoints that the kit or Bridge wrote.
         return replace(contents, arguments={**located.arguments, **contents.arguments})
@@ -365,6 +370,7 @@ def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
         states=states,
         problems=tuple(problems or _find_unreadable(folder, stored)),
         copies=copies,
+        has_legacy_names=any(has_legacy_names(content) for content in content_by_rank.values()),
     )
 
 

@@ -179,6 +179,12 @@ def join_rank_files(
     return StoredMetadata(tensors, tuple(files.values()), {}), copies
 
 
+def has_legacy_names(content: Mapping[str, Any]) -> bool:
+    """Return True if a rank's file holds a model from before Megatron-Core (`language_model`)."""
+    model = content.get("model")
+    return isinstance(model, dict) and _LEGACY_MODEL.rstrip(".") in model
+
+
 def find_missing_ranks(ranks: Collection[str], arguments: Mapping[str, str]) -> list[str]:
     """Return the names of the rank folders that the arguments imply and that `ranks` does not have."""
     tensor, pipeline, expert = _model_parallel_sizes(arguments)

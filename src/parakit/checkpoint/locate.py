@@ -41,6 +41,8 @@ class LocatedCheckpoint:
     folder: Path
     arguments: Mapping[str, str]
     """Megatron's arguments by name as a log prints them; empty if no file beside the tensors holds any."""
+    trainer: str = ""
+    """The trainer that saved the checkpoint, if it is built on Megatron-Core and not Megatron itself."""
 
 
 def locate_checkpoint(folder: Path) -> LocatedCheckpoint:
@@ -67,7 +69,9 @@ def locate_checkpoint(folder: Path) -> LocatedCheckpoint:
         folder = _find_subfolder(folder)
     if (folder / BRIDGE_CONFIG).is_file():
         arguments = _read_bridge_arguments(folder / BRIDGE_CONFIG)
-    return LocatedCheckpoint(folder, arguments)
+        return LocatedCheckpoint(folder, arguments, "Megatron-Bridge")
+    trainer = "NeMo 2" if folder.name == NEMO_WEIGHTS else ""
+    return LocatedCheckpoint(folder, arguments, trainer)
 
 
 def _follow_tracker(folder: Path) -> Path:
