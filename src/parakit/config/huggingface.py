@@ -9,6 +9,7 @@ whatever type a checkpoint is stored in. Weights are converted for the types in
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -32,7 +33,7 @@ kernel.
 """
 
 CONVERTIBLE_MODEL_TYPES = (
-    *("gpt2", "llama", "mistral", "qwen2", "qwen3"),
+    *("gpt2", "llama", "mistral", "phi3", "smollm3", "qwen2", "qwen3"),
     *("mixtral", "qwen2_moe", "qwen3_moe"),
 )
 """Model types whose weights are converted."""
@@ -128,6 +129,19 @@ def read_exact_config_flags(path: Path) -> tuple[str, ...]:
             f"{path} has {field} = {json.dumps(value)}, which Megatron's flags cannot express; only "
             f"{wanted} can be converted; {MEGATRON_BRIDGE}."
         )
+    return flags
+
+
+def _list_exact_flags(config: _Config) -> dict[str, object]:
+    """Return the flags that change what a model computes, and that the planner does not need."""
+    flags = _list_rotary_flags(config) | _list_router_flags(config)
+    if config.values["model_type"] == "smollm3":
+        layers, interval = config.whole("num_hidden_layers"), config.maybe("no_rope_layer_interval")
+        rotates = config.values.get("no_rope_layers") or [
+            (layer + 1) % (interval or 4) != 0 for layer in range(layers)
+        ]
+        skips = ",".join("0" if is_rotated else "1" for is_rotated in rotates)
+        flags[_NO_ROTARY] = f"[{skips}]"
     return flags
 
 
@@ -424,6 +438,8 @@ _KINDS: Mapping[str, Callable[[_Config], dict[str, object]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _llama,
+    "phi3": _llama,
+    "smollm3": _llama,
     "qwen2": lambda config: {**_llama(config), "--add-qkv-bias": True},
     "qwen3": _qwen3,
     "mixtral": lambda config: (
@@ -452,6 +468,14 @@ _NEEDED: Mapping[str, Mapping[str, bool | str | float]] = {
     },
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "mistral": {"hidden_act": "silu"},
+    "phi3": {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "partial_rotary_factor": 1.0,
+    },
+    "smollm3": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "qwen2": {"hidden_act": "silu"},
     "qwen3": {"hidden_act": "silu", "attention_bias": False},
     "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
@@ -518,13 +542,16 @@ _NO_COUNTERPART = {
     "--moe-router-enable-expert-bias": "balances experts by biases",
     "--moe-router-topk-scaling-factor": "scales the router's probabilities",
 }
-_SHARES_ARCHITECTURE = {"mistral": "llama"}
+_SHARES_ARCHITECTURE = {"mistral": "llama", "phi3": "llama"}
 """Model types whose tensors and flags are those of another type."""
+_NO_ROTARY = "--no-rope-freq"
+"""Flag with a 1 for each layer without rotary positions, and a 0 for each other layer."""
 _ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe")
 """Model types with experts whose weights are converted."""
 _CLASSES = {
     "gpt2": "GPT2LMHeadModel",
     "llama": "LlamaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
@@ -613,6 +640,8 @@ def _gpt2_config(flags: Flags) -> dict[str, Any]:
 def _find_rotary_type(flags: Flags) -> str:
     """Return the model type of a model with rotary positions by its flags."""
     has_query_norm, has_bias = flags.has("--qk-layernorm"), flags.has("--add-qkv-bias")
+    if flags.has(_NO_ROTARY) and not (has_query_norm or has_bias or flags.has("--num-experts")):
+        return "smollm3"
     if has_query_norm and has_bias:
         raise ConfigError(
             "--qk-layernorm with --add-qkv-bias is no type of model that is converted; "
@@ -635,6 +664,7 @@ def _rotary_config(flags: Flags) -> dict[str, Any]:
         model_type == "qwen2_moe",
     )
     wanted = {"--swiglu": True, "--disable-bias-linear": True, **has_shared_expert}
+    wanted[_NO_ROTARY] = model_type == "smollm3"
     if model_type == "mixtral":
         wanted["--moe-router-pre-softmax"] = False
     _refuse_mixture(flags, _CLASSES[model_type].removesuffix("ForCausalLM"), wanted)
@@ -657,10 +687,13 @@ def _rotary_config(flags: Flags) -> dict[str, Any]:
         "attention_dropout": flags.number("--attention-dropout"),
         **_common_config(flags),
     }
-    if model_type in ("llama", "qwen3", "qwen3_moe"):
+    if model_type in ("llama", "smollm3", "qwen3", "qwen3_moe"):
         config["attention_bias"] = False
-    if model_type == "llama":
+    if model_type in ("llama", "smollm3"):
         config["mlp_bias"] = False
+    if model_type == "smollm3":
+        skips = re.findall("[01]", flags.text(_NO_ROTARY))
+        config["no_rope_layers"] = [int(skip == "0") for skip in skips]
     if model_type in _ROUTED:
         config |= _experts_config(flags, model_type)
     return config

@@ -22,7 +22,7 @@ from parakit.native.capture import Counterpart, wrap_for_capture
 from parakit.native.engines import TorchEngine
 from parakit.native.parallel import RankLayout
 from parakit.verify.captured import Capture, read_capture
-from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from tests.convert.hf.folders import FAMILIES, GPT2, LLAMA, LLAMA3_SCALING
 from tests.native.small_model import settings
 
 pytest.importorskip("transformers")
@@ -70,6 +70,28 @@ def test_reference_has_the_imported_parameters(tmp_path: Path, config: dict[str,
     for whole in wholes:
         piece = whole.piece(lambda parameter: parameter.data)
         assert torch.equal(piece.values, by_name[whole.name]), whole.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_of_each_family_has_every_parameter_of_megatron_once(
+    tmp_path: Path, family: str
+) -> None:
+    """Experts are one parameter each in Megatron, and one tensor of all experts in transformers."""
+    folder = write_model(tmp_path / "m", FAMILIES[family])
+    source = read_source(folder)
+    values_by_key: dict[tuple[str, int], torch.Tensor] = {
+        (pair.key, pair.layer or 0): source.values(pair) for pair in source.pairs
+    }
+    num_elements = 0
+    for parameter in counterpart(folder).parameters:
+        piece = parameter.piece(lambda tensor: tensor.data)
+        layer = parameter.placement.global_offset[0] if "decoder.layers." in parameter.name else 0
+        values = values_by_key[parameter.placement.key, layer]
+        if ".local_experts." in parameter.name:
+            values = values[parameter.placement.global_offset[1]]
+        assert torch.equal(piece.values, values), parameter.name
+        num_elements += values.numel()
+    assert num_elements == sum(values.numel() for values in values_by_key.values())
 
 
 def test_padding_rows_of_a_strategy_are_copies_of_the_last_row_and_change_no_other_logit(

@@ -170,6 +170,8 @@ def _make_reshaping(form: str, shape: ModelShape) -> Reshaping:
     """Return the reshaping that `families.csv` names in its column `form`; `same` changes nothing."""
     if form == "by_group":
         return _reshape_separate_qkv(shape)
+    if form == "rows_by_group":
+        return _reshape_fused_rows(shape)
     if form == "fused_by_group":
         return _reshape_fused_qkv(shape)
     return _RESHAPINGS[form]
@@ -206,6 +208,20 @@ def _reshape_separate_qkv(shape: ModelShape) -> Reshaping:
     return Reshaping(join, split)
 
 
+def _reshape_fused_rows(shape: ModelShape) -> Reshaping:
+    """Return the reshaping between Phi-3's `qkv_proj` and Megatron's `linear_qkv`.
+
+    `qkv_proj` holds all queries, then all keys, then all values.
+    """
+    separate = _reshape_separate_qkv(shape)
+    key_rows = shape.query_groups * shape.head_width
+    rows = [shape.heads * shape.head_width, key_rows, key_rows]
+    return Reshaping(
+        lambda parts: separate.join(parts[0].split(rows)),
+        lambda tensor: (torch.cat(list(separate.split(tensor))),),
+    )
+
+
 def _reshape_fused_qkv(shape: ModelShape) -> Reshaping:
     """Return the reshaping between GPT-2's `c_attn` and Megatron's `linear_qkv`.
 
@@ -237,6 +253,8 @@ _EXPERT = "{e}"
 """The number of an expert in a name."""
 _BASES = {
     "mistral": "llama",
+    "smollm3": "llama",
+    "phi3": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
     "mixtral": "llama",
