@@ -120,7 +120,7 @@ def read_exact_config_flags(path: Path) -> tuple[str, ...]:
         raise ConfigError(f"{path} has a quantization_config; convert the unquantised model.")
     flags = merge_flags(
         read_config_flags(path),
-        format_flags(_list_rotary_flags(config) | _list_router_flags(config)),
+        format_flags(_list_exact_flags(config)),
     )
     inexact_field = next(iter(_inexact(config)), None)
     if inexact_field is not None:

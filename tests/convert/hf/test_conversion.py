@@ -112,7 +112,10 @@ def test_each_family_is_converted_both_ways_to_the_same_bits(tmp_path: Path, fam
     assert_same_bits(source, back)
     assert json.loads((back / "config.json").read_text()).items() >= config.items()
     from_flags = exported(folder, tmp_path / "flags", as_imported=False)
-    assert_same_bits(source, from_flags)
+    if (
+        family != "phi3"
+    ):  # Its flags are those of a Llama, whose queries, keys and values are three tensors.
+        assert_same_bits(source, from_flags)
     written = json.loads((from_flags / "config.json").read_text())
     assert written["model_type"] == flags_model_type(config["model_type"])
     assert written.get("rope_scaling") == config.get("rope_scaling")
