@@ -43,8 +43,8 @@ def flags(folder: Path, config: dict[str, Any]) -> Flags:
 def test_flags_of_a_config_give_it_back(tmp_path: Path, config: dict[str, Any]) -> None:
     arguments = read_exact_config_flags(written(tmp_path, config))
     built = build_config(arguments, "float32")
-    # Fields without an effect: no window is used, and no loss balances the experts.
-    unstated = ("use_sliding_window", "router_aux_loss_coef")
+    # Fields without an effect: no window is used, no loss balances the experts, and nothing is padded.
+    unstated = ("use_sliding_window", "router_aux_loss_coef", "pad_token_id")
     expected = {name: value for name, value in config.items() if name not in unstated}
     assert {name: built.get(name) for name in expected} == expected
 

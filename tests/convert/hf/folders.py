@@ -50,13 +50,20 @@ YARN = {
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {**DENSE, "model_type": "mistral", "sliding_window": None},
-    "phi3": {**DENSE, "model_type": "phi3", "sliding_window": None, "num_key_value_heads": 1},
+    "phi3": {
+        **DENSE,
+        "model_type": "phi3",
+        "sliding_window": None,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+    },
     "smollm3": {
         **DENSE,
         "model_type": "smollm3",
         "no_rope_layers": [1, 0],
         "attention_bias": False,
         "mlp_bias": False,
+        "pad_token_id": 0,
     },
     "qwen2": {**DENSE, "model_type": "qwen2", "use_sliding_window": False},
     "qwen3": {**DENSE, "model_type": "qwen3", "head_dim": 6, "attention_bias": False},
