@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from parakit.config import settings
 from parakit.config.files import ROOT, is_plain_name
@@ -65,6 +65,16 @@ def parse_settings(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[s
             value = parse_setting(setting, value)
         values[setting.name.lower()] = value
     return values
+
+
+def settings_by_field(options: type) -> dict[str, Setting]:
+    """Return the variable of each field that is `Annotated` with one, for a dataclass of options."""
+    return {
+        name: annotation
+        for name, kind in get_type_hints(options, include_extras=True).items()
+        for annotation in getattr(kind, "__metadata__", ())
+        if isinstance(annotation, Setting)
+    }
 
 
 def format_setting(value: object) -> str:

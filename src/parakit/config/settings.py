@@ -5,7 +5,7 @@ values. This module must run on every Python from 3.6 on, because `make help` pr
 anything is set up.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NUMBER, SWITCH, TEXT = "a whole number above 0", "0 or 1", "a text"
 WORDS, PATH, FOLDER = "flags with closed quotes", "a file", "a folder"
@@ -25,8 +25,9 @@ class Setting(NamedTuple):
     is a choice.
     """
     help: str
-    default: object = None
-    """Default value, or a text that is parsed as the kind says."""
+    """What the variable means. `{default}` stands for the default value."""
+    default: Any = None
+    """Default value, or a text that is parsed as the kind says. None leaves the choice to the command."""
     option: str = ""
     """Option on a command line; empty means the name, such as `--global-batch`."""
     make_equivalent: str = ""
@@ -34,12 +35,17 @@ class Setting(NamedTuple):
     variable.
     """
 
+    @property
+    def meaning(self) -> str:
+        """The help text with the default value."""
+        return self.help.replace("{default}", str(self.default))
+
 
 # What is trained.
 ITERS = Setting("ITERS", NUMBER, "iterations (100; 25 for a tiny model)")
 MICRO_BATCH = Setting("MICRO_BATCH", NUMBER, "samples in a rank's forward pass")
 GLOBAL_BATCH = Setting("GLOBAL_BATCH", NUMBER, "samples in an iteration")
-SEED = Setting("SEED", NUMBER, "seed of weights, dropout and sample order (1234)", 1234)
+SEED = Setting("SEED", NUMBER, "seed of weights, dropout and sample order ({default})", 1234)
 DROPOUT = Setting(
     "DROPOUT", "a number from 0 up to, not including, 1", "attention and hidden dropout"
 )
@@ -119,7 +125,8 @@ RUNTIME = Setting(
     "docker or host",
     "docker or host; CPU ranks run on the host unless docker is asked for",
 )
-IMAGE = Setting("IMAGE", "an NGC tag", "one of docker/versions.env")
+IMAGE = Setting("IMAGE", "an NGC tag", "a tag of docker/versions.env, 25.06-py3 to 26.06-py3")
+BASE_IMAGE = Setting("BASE_IMAGE", TEXT, "nvcr.io/nvidia/pytorch on a mirror registry, without tag")
 HOST_NETWORK = Setting("HOST_NETWORK", SWITCH, "1 gives containers this host's network", False)
 SHARE_GPU = Setting("SHARE_GPU", SWITCH, "1 puts all ranks on one GPU", False)
 NET = Setting(
@@ -132,12 +139,18 @@ CALIBRATE = Setting("CALIBRATE", SWITCH, "1 measures this machine before plannin
 HANG_TIMEOUT = Setting(
     "HANG_TIMEOUT",
     "a whole number of seconds above 0",
-    "seconds without a log line before the run is ended (900)",
+    "seconds without a log line before the run is ended ({default})",
+    900,
 )
 SAVE_EVERY = Setting(
     "SAVE_EVERY", "a whole number of iterations above 0", "iterations between checkpoints"
 )
-KEEP = Setting("KEEP", NUMBER, "checkpoints to keep (2)")
+KEEP = Setting("KEEP", NUMBER, "checkpoints to keep ({default})", 2)
+GRACE = Setting(
+    "GRACE",
+    "a whole number of seconds above 0",
+    "seconds for a last checkpoint when the run is stopped (as long as saves took)",
+)
 ASYNC_SAVE = Setting("ASYNC_SAVE", SWITCH, "1 saves in the background, on GPUs", False)
 RUN_FOLDER = Setting("RUN_FOLDER", FOLDER, "an existing folder for this run")
 RUN = Setting("RUN", TEXT, "a run folder")
@@ -154,7 +167,10 @@ NNODES = Setting("NNODES", "a whole number from 1 to 99999", "number of machines
 NODE_RANK = Setting("NODE_RANK", TEXT, "0 to NNODES-1, another on each machine")
 MASTER_ADDR = Setting("MASTER_ADDR", TEXT, "address of the machine with NODE_RANK=0")
 MASTER_PORT = Setting(
-    "MASTER_PORT", "a whole number from 1024 to 65535", "port on that machine (29500)"
+    "MASTER_PORT",
+    "a whole number from 1024 to 65535",
+    "port on that machine ({default})",
+    29500,
 )
 RENDEZVOUS = Setting("RENDEZVOUS", "static or c10d", "torchrun's: static or c10d")
 LAUNCHER = Setting("LAUNCHER", "torchrun or slurm", "slurm submits a job instead of training here")
@@ -162,7 +178,8 @@ NODES = Setting("NODES", NUMBER, "machines")
 SLURM_PARTITION = Setting("SLURM_PARTITION", TEXT, "as in sbatch")
 SLURM_ACCOUNT = Setting("SLURM_ACCOUNT", TEXT, "as in sbatch")
 SLURM_QOS = Setting("SLURM_QOS", TEXT, "as in sbatch")
-SLURM_TIME = Setting("SLURM_TIME", TEXT, "as in sbatch")
+SLURM_TIME = Setting("SLURM_TIME", TEXT, "as in sbatch (04:00:00)")
+SLURM_GRES = Setting("SLURM_GRES", TEXT, "GPUs of a node as in sbatch, gpu:h200:8")
 SLURM_LINES = Setting("SLURM_LINES", TEXT, 'further sbatch options, "--exclusive"')
 SLURM_IMAGE = Setting("SLURM_IMAGE", TEXT, "container image, for Pyxis")
 SLURM_SITE = Setting("SLURM_SITE", TEXT, "file of shell lines for every job (site.slurm)")
@@ -191,7 +208,7 @@ MODEL = Setting(
     "MODEL", TEXT, "a model of make list, or an .args file or config.json (not compare-*)"
 )
 GPUS = Setting("GPUS", "a whole number", "number of devices")
-GPU = Setting("GPU", TEXT, "h200, a100-80g, … (h200)")
+GPU = Setting("GPU", TEXT, "h200, a100-80g, …")
 GPUS_PER_NODE = Setting(
     "GPUS_PER_NODE",
     "a whole number",
@@ -322,6 +339,7 @@ SCRAPE = Setting(
 )
 LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
 NAME = Setting("NAME", PLAIN_NAME, "name of the report or sweep")
+CHAPTER = Setting("CHAPTER", TEXT, "chapter of the tutorial: dp, tp, sp, cp, pp or ep (all)")
 BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
 DEVICE = Setting("DEVICE", TEXT, "GPU that the logs were made on, such as h100")
 STRICT = Setting(
@@ -348,7 +366,7 @@ TOKENIZER = Setting(
     "gpt2, or a folder with tokenizer.json",
     make_equivalent='ARGS="--tokenizer FOLDER"',
 )
-INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
+INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet; .txt")
 
 # Options without a variable of their own.
 ARGS = Setting(
@@ -356,7 +374,7 @@ ARGS = Setting(
 )
 
 NODE_SETTINGS = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
-SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME)
+SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME, SLURM_GRES)
 """Options of sbatch, named without `SLURM_`."""
 SLURM_SETTINGS = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
 
