@@ -165,7 +165,7 @@ def _judge_failed_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
     evidence = waits.evidence
     sentences = []
     for rank in ranks:
-        reason = evidence.failures[rank].rstrip(".")
+        reason = evidence.failures[rank].removeprefix(f"rank {rank}: ").rstrip(".")
         prefix = (
             ""
             if reason.startswith("Rank ")
