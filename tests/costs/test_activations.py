@@ -211,6 +211,14 @@ def test_layer_offload_overlaps_with_computation_of_other_layers(
     )
 
 
+def test_a_rank_whose_layers_all_move_to_the_host_waits_for_every_copy() -> None:
+    # Forward waits for three of four copies: nothing replaces the last layer. Backward waits for all.
+    spec = tiny(Offload(layers=5, min_elements=0))
+    layer_bytes = offloaded_bytes(spec, 4).copied / 4
+    host = HostRates(layer_bytes / 15, layer_bytes, "")
+    assert exposed_copy_seconds(spec, 0, (40, 80), host) == pytest.approx(3 * 15 + 4 * 15)
+
+
 def test_iteration_waits_for_exposed_copies() -> None:
     model = load_model("gpt2-large")
     spec = RunSpec(

@@ -505,7 +505,7 @@ def _check_sizes(dataset: Dataset) -> int:
 def _check_size(path: Path, expected_bytes: int, source: str) -> None:
     """Raise DatasetError if the file has another size.
 
-    `source` is the clause that says where the expected size comes from, such as "its header asks for".
+    `source` is the end of the error's sentence, such as "its header asks for".
     """
     actual_bytes = path.stat().st_size
     if actual_bytes != expected_bytes:

@@ -248,6 +248,8 @@ class HangEvidence:
     """Sentences on ranks that ended by themselves, by the logs: a signal killed them, or they raised an error."""
     stuck: tuple[int, ...] = ()
     """Ranks whose watchdog was blocked, by the logs."""
+    asked_ns: int | None = None
+    """Time at which the ranks were asked for their stacks, in ns since 1970; None if unknown."""
 
     def get_rank(self, rank: int) -> RankEvidence:
         """Return the evidence of a rank; empty evidence if the rank left nothing."""

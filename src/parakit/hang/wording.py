@@ -36,7 +36,7 @@ def describe_wait_call(evidence: HangEvidence, wait: Wait) -> str:
 
 
 def describe_ranks(evidence: HangEvidence) -> str:
-    """Return a sentence that says where each rank is: in which call and group, or on which line.
+    """Return a sentence with the call and group, or the source line, in which each rank is.
 
     Ranks at the same place share a statement, at most MOST_STATES of them. Ranks that left nothing come
     last. The sentence is empty if no rank is known.

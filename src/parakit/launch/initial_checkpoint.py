@@ -128,7 +128,7 @@ def _write_checkpoint(path: Path, launch: Launch, run: RunLaunch) -> None:
 
 
 def _find_initial_flaw(folder: Path) -> str | None:
-    """Return what is wrong with an initial checkpoint; None if it is as it was written.
+    """Return a sentence with the flaw of an initial checkpoint; None if the checkpoint is as it was written.
 
     A checkpoint of an older kit, without a manifest, is read back against its own checksums.
     """
@@ -142,8 +142,8 @@ def _find_initial_flaw(folder: Path) -> str | None:
 def check_owner(folder: Path) -> None:
     """Raise if another user could have written a checkpoint, because reading its metadata runs code.
 
-    torch reads `.metadata` of a distributed checkpoint with `pickle.load`, and Megatron up to 0.15 reads
-    `common.pt` that way too.
+    torch reads `.metadata` of a distributed checkpoint with `pickle.load`. Megatron up to 0.15 reads
+    `common.pt` with pickle too.
 
     Raises:
         LaunchError: A file belongs to another user, or everybody may write it.

@@ -85,7 +85,7 @@ def find_pair(ngc_tag: str | None, path: Path | None = None) -> ImagePair:
 
 
 def build_settings(environment: Mapping[str, str], pip: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that tell a build of the proxies and package indexes of this machine.
+    """Return the variables of a container build that hold this machine's proxies and package indexes.
 
     An index that is a folder of this machine is left out, because the build cannot see it.
 

@@ -230,8 +230,8 @@ class Verification:
 def compose_pair(pair: LaunchPair) -> Verification:
     """Compose the launches of strategy and reference, and of the run that saves a checkpoint if one resumes.
 
-    All launches start from the same weights and train the same batches. Their micro batches are equal, too, unless
-    flags of the strategy alone change them.
+    All launches start from the same weights and train the same batches. The micro batches of both runs are
+    equal too, unless flags of the strategy change them.
 
     Raises:
         LaunchError: The target names GPUs, the strategy does not fit its devices or cannot be captured, or the two
@@ -314,8 +314,8 @@ def _make_shared_options(pair: LaunchPair) -> Options:
 def _choose_micro_batches(pair: LaunchPair) -> int:
     """Return the smallest number of micro batches per iteration, over all ranks, that both runs can train.
 
-    It is a multiple of both data-parallel sizes. Each data-parallel rank gets at least `MICRO_BATCHES` and one per
-    pipeline stage; with an interleaved schedule the number is a multiple of twice the stages instead.
+    It is a multiple of both data-parallel sizes. Each data-parallel rank gets at least `MICRO_BATCHES`, and at
+    least one per pipeline stage. With an interleaved schedule the number is a multiple of twice the stages.
     """
     all_degrees = [parse_strategy(pair.job.strategy, pair.job.devices)]
     reference = pair.reference_strategy
