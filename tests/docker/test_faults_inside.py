@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from parakit.artifacts.checkpoints import find_checkpoints
-from parakit.artifacts.run import CHECKPOINTS_FOLDER, Status
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE, Status
 from parakit.config.files import ROOT
 from tests.docker import engine as engines
 from tests.docker.conftest import TARGET, Built, inside
@@ -24,7 +24,7 @@ from tests.faults.test_resources import (
     groups_are_enforced,
     memory_group,
 )
-from tests.patience import until
+from tests.patience import OF_A_RUN, until
 
 pytestmark = [
     pytest.mark.engine,
@@ -124,8 +124,15 @@ def test_data_that_go_away_disturb_nothing_and_cut_ones_are_named(
 
 
 def test_a_rank_that_may_have_no_more_memory_is_named(built: Built) -> None:
-    victim = built.begin("before the start of training step", MICRO_BATCH="4", GLOBAL_BATCH="8")
-    inside(victim)["rank 1"].rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
+    victim = built.begin("initializing torch distributed", MICRO_BATCH="4", GLOBAL_BATCH="8")
+    # The process is looked up before the line that the limit waits for. The first iteration allocates memory that
+    # later iterations reuse, so a limit that comes after it refuses nothing.
+    rank = inside(victim)["rank 1"]
+    log = victim.folder / LOG_FILE
+    until(
+        lambda: "before the start of training step" in log.read_text(), "no step starts", OF_A_RUN
+    )
+    rank.rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
     status = built.end(victim).status
     assert (status.status, status.rank) == (Status.OUT_OF_MEMORY, 1), status
 
@@ -143,7 +150,7 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_named(built: Built) -> None:
 
 def test_numbers_that_are_none_stop_the_run(built: Built) -> None:
     victim = built.kit.start(
-        "dp2", words=TARGET, SAVE_EVERY="", EXTRA="--weight-decay 1e38 --lr-warmup-fraction 0"
+        "dp2", arguments=TARGET, SAVE_EVERY="", EXTRA="--weight-decay 1e38 --lr-warmup-fraction 0"
     )
     assert built.end(victim).status.status is Status.NAN
 
