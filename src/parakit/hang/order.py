@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from parakit.hang.evidence import (
     UNKNOWN_OPERATION,
+    UNNAMED_GROUP,
     GroupOfRanks,
     HangEvidence,
     RecordedCall,
@@ -87,13 +88,15 @@ class _Deviation(NamedTuple):
 def find_mismatch(evidence: HangEvidence) -> CallMismatch | None:
     """Return the earliest pair of calls that do not fit in operation, size or dtype; None if all fit.
 
-    Calls that torch itself compared and found to differ come first.
+    Calls that torch itself compared and found to differ come first. Calls of a group without a name are not compared.
     """
     if evidence.compared:
         first, second = sorted(evidence.compared[0], key=lambda rank_and_call: rank_and_call[0])
         return CallMismatch(evidence.groups[first[1].group], first, second)
     mismatches: list[CallMismatch] = []
     for group in evidence.groups.values():
+        if group.name == UNNAMED_GROUP:
+            continue
         calls_by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
         for rank in group.ranks:
             # Calls that a coalescing manager joins share one number: the last of them is compared.
