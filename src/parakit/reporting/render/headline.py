@@ -47,7 +47,7 @@ def write_headline(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> 
         return _describe_changes(report)
     timed = [entry for entry in report.entries if entry.estimate]
     if not timed:
-        return write_sentences(report)[0]
+        return _describe_losses(report) or write_sentences(report)[0]
     groups = [members for members in group_compared_rows(report) if len(members) > 1]
     if not groups:
         return _describe_uncompared(report, timed)
@@ -55,6 +55,19 @@ def write_headline(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> 
     if len(groups) > _MAX_GROUPS:
         texts.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
     return " ".join(texts)
+
+
+def _describe_losses(report: Report) -> str:
+    """Return the last losses of logs that print no times; empty if no log prints a loss without a time."""
+    losses = []
+    for entry in report.entries:
+        lines = entry.run.log.iterations
+        has_times = lines.known("elapsed_ms").any()
+        if entry.run.is_foreign and entry.final_loss is not None and not has_times:
+            losses.append(
+                f"{entry.label} ends with a loss of {entry.final_loss:.4g} in iteration {lines[-1].iteration}"
+            )
+    return f"{'; '.join(losses)}. No time of an iteration is printed." if losses else ""
 
 
 def _describe_uncompared(report: Report, timed: Sequence[Entry]) -> str:
