@@ -694,6 +694,8 @@ def _rotary_config(flags: Flags) -> dict[str, Any]:
     if model_type == "smollm3":
         skips = re.findall("[01]", flags.text(_NO_ROTARY))
         config["no_rope_layers"] = [int(skip == "0") for skip in skips]
+        # The type's default is a token of SmolLM3's own vocabulary.
+        config["pad_token_id"] = None
     if model_type in _ROUTED:
         config |= _experts_config(flags, model_type)
     return config

@@ -20,7 +20,7 @@ from parakit.hang.evidence import (
     RecordedCall,
     Signature,
 )
-from parakit.hang.place import START_UP, locate_frames
+from parakit.hang.place import is_outside_training
 
 LONGEST_CONTEXT = 64
 """Most calls of a context that are compared."""
@@ -289,8 +289,8 @@ def _find_collectives_completed_by_all(
         for number in sorted(numbers):
             calls = [calls[number] for calls in calls_by_rank.values() if number in calls]
             signatures = {call.signature for call in calls}
-            # In start-up, ranks may come to a common call from different places in the code.
-            if len(signatures) > 1 and locate_frames(calls[0].frames).part != START_UP:
+            # Outside of training, ranks may come to a common call from different places in the code.
+            if len(signatures) > 1 and not is_outside_training(calls[0].frames):
                 break
             is_done_by_all = len(calls) == len(calls_by_rank) and all(
                 call.is_done for call in calls

@@ -164,7 +164,7 @@ def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tupl
     evaluates = model_flags.integer(EVAL_ITERATIONS_FLAG, 1) > 0
     try:
         datasets = [open_dataset(ROOT / part.prefix) for part in parse_blend(data)]
-        splits = [(SPLIT_FLAG, model_flags.text(SPLIT_FLAG))]
+        splits: list[tuple[str, ...]] = [(SPLIT_FLAG, model_flags.text(SPLIT_FLAG))]
         splits += [usable_split_flags(dataset, seq_length, evaluates) for dataset in datasets]
         for split in filter(None, splits):
             still_evaluates = evaluates and EVAL_ITERATIONS_FLAG not in split
