@@ -467,7 +467,7 @@ def _cut_part(
     length = reference.sequence_length
     # Rows of an expert are tokens in the order of routing, so none of its dimensions is the sequence.
     is_sequence_passed = is_in_expert(tensor_key.name)
-    cut: Array | None = full
+    part_so_far = full
     for axis, (full_size, size) in enumerate(zip(full.shape, shape, strict=True)):
         if full_size == size:
             is_sequence_passed |= full_size == length
@@ -478,14 +478,15 @@ def _cut_part(
         if is_sequence and is_divisible:
             is_sequence_passed = True
             ratio = full_size // size
-            cut = _cut_sequence(cut, axis, ratio=ratio, rank=rank, reference=reference)
+            cut = _cut_sequence(part_so_far, axis, ratio=ratio, rank=rank, reference=reference)
         else:
             cut = _cut_dimension_by_tensor_parallel(
-                cut, axis, size=size, rank=rank, tensor_key=tensor_key
+                part_so_far, axis, size=size, rank=rank, tensor_key=tensor_key
             )
         if cut is None:
             return None
-    return cut if cut.shape == shape else None
+        part_so_far = cut
+    return part_so_far if part_so_far.shape == shape else None
 
 
 def _count_sequences(full: Array, reference: CapturedRank) -> int:

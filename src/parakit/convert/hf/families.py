@@ -217,7 +217,7 @@ def _reshape_fused_rows(shape: ModelShape) -> Reshaping:
     key_rows = shape.query_groups * shape.head_width
     rows = [shape.heads * shape.head_width, key_rows, key_rows]
     return Reshaping(
-        lambda parts: separate.join(parts[0].split(rows)),
+        lambda parts: separate.join(torch.split(parts[0], rows)),
         lambda tensor: (torch.cat(list(separate.split(tensor))),),
     )
 
