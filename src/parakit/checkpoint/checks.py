@@ -17,6 +17,7 @@ from parakit.artifacts.torch_dist import (
     VOCABULARY,
     DamagedCheckpointError,
     Shape,
+    StoredTensor,
     read_box,
     read_finished_iteration,
     read_metadata,
@@ -81,7 +82,9 @@ class CheckCoverage:
 
 
 def describe_coverage(contents: Contents, reads_pieces: bool = False) -> CheckCoverage:
-    """Return the parts that `find_problems` with the same arguments checks, and those that it does not."""
+    """Return two texts: the parts of a checkpoint that `find_problems` checks with these arguments, and the
+    parts that it does not check.
+    """
     if contents.format == HUGGING_FACE:
         return _describe_hugging_face_coverage(contents)
     checked, unchecked = ["that the files hold every piece that is listed"], list[str]()
@@ -280,19 +283,8 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
         if "optimizer" in name or weight.dtype not in ("float32", "bfloat16", "float16"):
             continue
         main_names = (f"optimizer.state.{kind}.{name}" for kind in ("param", "fp32_param"))
-        main = next((tensors[key] for key in main_names if key in tensors), None)
-        for begin, size in weight.sizes.items():
-            values = read_box(folder, weight, begin, size)
-            if not values.isfinite().all():
-                yield f"{name} is not finite in the piece at {list(begin)}."
-            elif values.squeeze().ndim > 1 and not values.any():
-                yield f"{name} is 0 in the whole piece at {list(begin)}: it was never written."
-            elif main and not read_box(folder, main, begin, size).to(values.dtype).equal(values):
-                yield (
-                    f"The optimizer's main weights of {name} are not the model's weights: they are of "
-                    "another run."
-                )
-                break
+        main_weight = next((tensors[key] for key in main_names if key in tensors), None)
+        yield from _find_wrong_pieces(folder, name, weight, main_weight)
     for copy in contents.copies:
         first_part = tensors[copy.name].parts[copy.begin]
         if not read_piece(folder, copy.part).equal(read_piece(folder, first_part)):
@@ -302,10 +294,52 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
             )
 
 
+def _find_wrong_pieces(
+    folder: Path, name: str, weight: StoredTensor, main_weight: StoredTensor | None
+) -> Iterator[str]:
+    """Yield a sentence per wrong piece of a weight, until a piece differs from the optimizer's main weight.
+
+    `main_weight` is None if the checkpoint has no main weight of this weight.
+    """
+    for begin, size in weight.sizes.items():
+        values = read_box(folder, weight, begin, size)
+        is_matrix = values.squeeze().ndim > 1
+        if not values.isfinite().all():
+            yield f"{name} is not finite in the piece at {list(begin)}."
+            continue
+        if is_matrix and not values.any():
+            yield f"{name} is 0 in the whole piece at {list(begin)}: it was never written."
+            continue
+        if main_weight is None:
+            continue
+        main_values = read_box(folder, main_weight, begin, size)
+        if not main_values.to(values.dtype).equal(values):
+            yield (
+                f"The optimizer's main weights of {name} are not the model's weights: they are of "
+                "another run."
+            )
+            return
+
+
 def _find_misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
     """Yield a sentence for each tensor that is missing, left over or of another shape.
 
     The measure is the model that the checkpoint's arguments define.
+    """
+    yield from _find_layer_misfits(contents, shape)
+    yield from _find_vocabulary_misfits(contents, shape)
+    for name in contents.shapes:
+        is_in_layer = name.startswith(_LAYERS)
+        is_bias = is_in_layer and name.endswith(".bias") and "layernorm" not in name
+        model_has_bias = shape.bias or (shape.qkv_bias and "linear_qkv" in name)
+        if is_bias and not model_has_bias:
+            yield f"{name} is left over: the checkpoint's arguments have --disable-bias-linear."
+
+
+def _find_layer_misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
+    """Yield a sentence for each tensor outside of the vocabulary that is missing or of another shape.
+
+    Tensors of layers are skipped if the checkpoint does not stack its layers.
     """
     shapes = contents.shapes
     has_stacked_layers = _has_stacked_layers(contents)
@@ -319,6 +353,11 @@ def _find_misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
                 f"{name} has the shape {list(shapes[name])}, and by the checkpoint's arguments it is "
                 f"{list(expected)}."
             )
+
+
+def _find_vocabulary_misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
+    """Yield a sentence if embedding or output layer is missing, left over or of another shape."""
+    shapes = contents.shapes
     padded_rows = contents.arguments.get("padded_vocab_size", "")
     for name in VOCABULARY:
         if name not in shapes or not padded_rows.isdigit():
@@ -335,11 +374,6 @@ def _find_misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
         yield f"{OUTPUT} is left over: by the checkpoint's arguments the embedding is the output layer."
     if OUTPUT not in shapes and not shape.tied_embeddings:
         yield f"{OUTPUT} is missing: the checkpoint's arguments have --untie-embeddings-and-output-weights."
-    for name in shapes:
-        is_bias = name.startswith(_LAYERS) and name.endswith(".bias") and "layernorm" not in name
-        model_has_bias = shape.bias or (shape.qkv_bias and "linear_qkv" in name)
-        if is_bias and not model_has_bias:
-            yield f"{name} is left over: the checkpoint's arguments have --disable-bias-linear."
 
 
 def _find_optimizer_misfits(contents: Contents) -> Iterator[str]:
