@@ -14,7 +14,6 @@ a text (`print`), HTML for notebooks and `to_dict()`. A value that holds a table
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
@@ -58,7 +57,8 @@ def plan(
     """Rank every legal strategy for a model on a number of devices by predicted time.
 
     Args:
-        model: Name of a model, or the path of an `.args` file or of a Hugging Face `config.json`.
+        model: Name of a model of the kit or of published measurements (`deepseek-v3`), or the path of an `.args`
+            file or of a Hugging Face `config.json`.
         gpus: The total number of devices. Without it: nodes times devices per node, or one device.
         gpu: Key of the device, such as `h100`, `a100-80g` or `cpu`.
         nodes: The number of machines.
@@ -117,7 +117,8 @@ def estimate(
     """Estimate the memory and the time per iteration of one strategy.
 
     Args:
-        model: Name of a model, or the path of an `.args` file or of a Hugging Face `config.json`.
+        model: Name of a model of the kit or of published measurements (`deepseek-v3`), or the path of an `.args`
+            file or of a Hugging Face `config.json`.
         strategy: A strategy's name, such as `tp4pp2dp2-zero1`.
         gpus: The total number of devices; without it the product of the strategy's parallel sizes.
         gpu: Key of the device, such as `h100`, `a100-80g` or `cpu`.
@@ -256,20 +257,18 @@ def _parse_plan_options(arguments: Mapping[str, Any]) -> PlanOptions:
     Raises:
         ValueError: A value is not of its kind.
     """
-    from parakit.config import settings
     from parakit.config.setting import format_setting, parse_setting
+    from parakit.config.variable_groups import PLAN
     from parakit.planner import PlanOptions
 
     options: dict[str, Any] = {}
-    for name, value in arguments.items():
-        if value is None:
-            continue
-        if name == "extra":
-            options[name] = value if isinstance(value, str) else shlex.join(value)
-        elif name == "calibrate":
-            options[name] = value
-        else:
-            options[name] = parse_setting(getattr(settings, name.upper()), format_setting(value))
+    for setting in PLAN:
+        name = setting.name.lower()
+        value = arguments.get(name)
+        if value is not None:
+            is_list = isinstance(value, Sequence) and not isinstance(value, str)
+            text = format_setting(tuple(value) if is_list else value)
+            options[name] = parse_setting(setting, text)
     return PlanOptions(**options)
 
 

@@ -73,6 +73,9 @@ class TestVersions:
         assert find_pair("26.08-py3", path).name == "megatron-parallelism-kit:26.08-py3-55555555"
         assert find_pair(None, path).ngc_tag == "25.06-py3"
 
+    def test_the_tutorials_pair_is_there(self) -> None:
+        assert find_pair("25.09-py3").megatron_version == "0.14.1"
+
     def test_a_digest_behind_a_pair_is_the_bases(self, tmp_path: Path) -> None:
         path = tmp_path / "versions.env"
         path.write_text(f'PAIR_A="25.06-py3 {PUBLISHED} 0.15.0rc2 sha256:{"5" * 64}"\n')

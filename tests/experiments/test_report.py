@@ -22,8 +22,9 @@ def test_report_of_all_runs_is_written_to_the_folder_of_the_experiment(
     tmp_path: Path,
 ) -> None:
     folder = write_run(tmp_path / "runs", run_record("one"), log_text([900.0] + [80.0] * 12))
-    ended = SimpleNamespace(folders=(folder,), is_complete=True)
-    failed = SimpleNamespace(folders=(), is_complete=False)
+    cell = SimpleNamespace(label="")
+    ended = SimpleNamespace(cell=cell, folders=(folder,), is_complete=True)
+    failed = SimpleNamespace(cell=cell, folders=(), is_complete=False)
     assert study(tmp_path / "reports", ended).write_report() == 0
     assert (tmp_path / "reports/demo/report.html").is_file()
     assert study(tmp_path / "reports", ended, failed).write_report() == 1

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parakit.hang.evidence import Frame
 from parakit.hang.gather import gather_evidence
+from parakit.hang.place import is_outside_training, locate_frames
 from parakit.hang.texts import is_stacks, read_stacks
 from parakit.hang.verdict import judge_hang
 from parakit.hang.waits import is_in_collective
@@ -103,3 +104,50 @@ def test_a_rank_that_writes_a_checkpoint_waits_in_no_collective() -> None:
     assert not is_in_collective((writing, planning, logger))
     assert not is_in_collective((serializing, writing, logger))
     assert is_in_collective((gathering, planning, logger))
+
+
+def test_thread_of_autograd_is_where_rank_is(tmp_path: Path) -> None:
+    in_backward = """Thread 1 (idle): "MainThread"
+    _engine_run_backward (torch/autograd/graph.py:824)
+    backward (torch/autograd/__init__.py:353)
+    backward_step (megatron/core/pipeline_parallel/schedules.py:400)
+Thread 2 (active): "Dummy-3"
+    all_reduce (torch/distributed/distributed_c10d.py:2800)
+    _reduce (megatron/core/tensor_parallel/mappings.py:35)
+"""
+    for rank, text in enumerate((in_backward, in_backward, IN_DATA_LOADING)):
+        (tmp_path / f"rank{rank}.txt").write_text(text)
+    verdict = judge_hang(gather_evidence([tmp_path]))
+    assert (verdict.culprits, verdict.waiting) == ((2,), (0, 1))
+    assert "the workers of its data loader" in verdict.next_step
+
+
+def test_hook_of_user_is_shown_before_megatrons_line_that_called_it() -> None:
+    frames = (
+        Frame("sleep", "/usr/lib/python3.12/threading.py", 1),
+        Frame("stall", "/home/me/hook.py", 3),
+        Frame("_call_impl", "/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", 9),
+        Frame("forward", "/venv/lib/python3.12/site-packages/megatron/core/mlp.py", 300),
+    )
+    assert locate_frames(frames).line == "hook.py:3 in stall, called by mlp.py:300 in forward"
+
+
+def test_code_of_training_loop_is_no_startup() -> None:
+    frames = (
+        Frame("check", "/home/me/hook.py", 3),
+        Frame("train", "/m/megatron/training/training.py", 3400),
+        Frame("pretrain", "/m/megatron/training/training.py", 1100),
+    )
+    assert locate_frames(frames).part == "the training loop"
+    assert locate_frames(frames[2:]).part == "start-up"
+
+
+def test_start_up_holds_data_sets_and_checkpoint_that_it_loads() -> None:
+    training = "/m/megatron/training/training.py"
+    pretrain = Frame("pretrain", training, 1100)
+    for function in ("build_train_valid_test_data_iterators", "load_checkpoint", "pretrain"):
+        assert is_outside_training((Frame(function, training, 9), pretrain))
+    train = Frame("train", training, 3400)
+    assert is_outside_training((train, pretrain))
+    for function in ("train_step", "evaluate", "save_checkpoint"):
+        assert not is_outside_training((Frame(function, training, 9), train, pretrain))

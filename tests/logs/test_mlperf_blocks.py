@@ -121,3 +121,14 @@ def test_a_restarted_result_is_read_from_its_new_beginning(tmp_path):
     log = read(tmp_path, text)
     assert [ms for _, ms in figures(log)] == [MS] * len(log.iterations)
     assert figures(log)[0] == ALL[0]
+
+
+def test_losses_that_are_events_of_their_own_are_read(tmp_path):
+    text = mllog("train_loss", 1000, 11.846, samples_count=0, lr=3.1e-06)
+    text += mllog("train_loss", 2000, 9.5, samples_count=10 * BATCH, lr=3.1e-06)
+    text += mllog("train_loss", 3000, 8.5, samples_count=20 * BATCH + 1)
+    text += mllog("train_loss", 4000, 7.5, step=30, samples_count=30 * BATCH)
+    log = read(tmp_path, head() + text)
+    losses = [(iteration.iteration, iteration.lm_loss) for iteration in log.iterations]
+    # 641 samples are no whole number of steps.
+    assert losses == [(0, 11.846), (10, 9.5), (30, 7.5)]

@@ -47,6 +47,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 3
 LLVM, with which Triton compiles, handles SIGUSR1 and SIGUSR2 itself (`lib/Support/Unix/Signals.inc`)."""
 STOPPED_FILE = "stopped.txt"
 """File in the folder of stacks with the ranks that a signal had stopped; absent if there were none."""
+ASKED_FILE = "asked.txt"
+"""File in the folder of stacks with the time at which ranks were asked for their stacks, in ns since 1970."""
 CHECKPOINTS_FOLDER = "checkpoints"
 ATTEMPTS_FOLDER = "attempts"
 """Folder of the files of earlier attempts of a resumed run, `1/`, `2/`, ….
@@ -91,13 +93,25 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class DatasetIdentity:
-    """Data set of a run."""
+class BlendPartIdentity:
+    """A data set of a blend: its path, its weight and the hash of its tokens."""
 
     prefix: str
+    weight: str | None
+    sha256: str
+
+
+@dataclass(frozen=True)
+class DatasetIdentity:
+    """Data set of a run, or the blend of several."""
+
+    prefix: str
+    """Path without suffix; of a blend the text of DATA=."""
     sha256: str | None = None
     """Hash of the `.bin` file as the run read it (`Dataset.content_sha256`); None in records of older versions
-    if the data set had no manifest."""
+    if the data set had no manifest. Of a blend, the hash of weights and hashes of its data sets."""
+    parts: tuple[BlendPartIdentity, ...] | None = None
+    """The data sets of a blend; None if there is only one data set."""
 
 
 @dataclass(frozen=True)

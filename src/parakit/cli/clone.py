@@ -13,7 +13,8 @@ from pathlib import Path
 from parakit.artifacts.run import is_run_folder
 from parakit.config.files import ROOT, USER_MEASUREMENTS_FILE
 from parakit.config.hardware import UnknownHardwareError, calibration_file_name, device_by_key
-from parakit.config.settings import CALIBRATION, GPU, ITERS, READINGS, RUN, RUNS
+from parakit.config.settings import CALIBRATION, ITERS, READINGS, RUN, RUNS
+from parakit.config.variable_groups import PLAN_GPU, READ_RUNS
 
 TRACE = "trace-"
 TRACED_ITERATIONS = "6"
@@ -31,7 +32,7 @@ def add_own_measurements(texts: Mapping[str, str]) -> VariableTexts:
     """
     completed = dict(texts)
     if CALIBRATION.name not in texts:
-        calibration = _find_calibration(texts.get(GPU.name, "h200"))
+        calibration = _find_calibration(texts.get(PLAN_GPU.name, PLAN_GPU.default))
         if calibration:
             completed[CALIBRATION.name] = str(calibration)
     if READINGS.name not in texts and USER_MEASUREMENTS_FILE.is_file():
@@ -45,7 +46,7 @@ def add_own_runs(texts: Mapping[str, str]) -> VariableTexts:
     READINGS= is not set for runs in another folder, because they may be somebody else's. The ends of Slurm jobs
     are first recorded in their run folders.
     """
-    runs = ROOT / texts.get(RUNS.name, "runs")
+    runs = ROOT / texts.get(RUNS.name, READ_RUNS.default)
     if any(runs.glob("*/job.json")):
         from parakit.launch import read_run_statuses
 
@@ -88,7 +89,7 @@ def train_and_trace(target: str, given: Namespace) -> int:
         return code
     from parakit.reporting import trace
 
-    return trace(traced, given.runs or Path("runs"))
+    return trace(traced, given.runs or Path(READ_RUNS.default))
 
 
 def _find_calibration(device: str) -> Path | None:
@@ -97,7 +98,7 @@ def _find_calibration(device: str) -> Path | None:
     None is also the answer for an unknown device, which the planner refuses itself.
     """
     try:
-        path = Path("runs") / calibration_file_name(device_by_key(device).key)
+        path = Path(READ_RUNS.default) / calibration_file_name(device_by_key(device).key)
     except UnknownHardwareError:
         return None
     return path if (ROOT / path).is_file() else None

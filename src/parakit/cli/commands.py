@@ -2,13 +2,26 @@
 
 `make NAME`, `parakit NAME`, `make help`, `--help`, completion and the refusal of unused variables follow from this
 table. A new command is an entry here and a handler. The module is plain data for any Python from 3.6 on, like
-`src/parakit/config/settings.py`, which has the variables.
+`src/parakit/config/settings.py` and `variable_groups.py`, which have the variables.
 """
 
 from typing import NamedTuple
 
 from parakit.config import settings as v
 from parakit.config.settings import Setting
+from parakit.config.variable_groups import (
+    BATCH,
+    COMPARED,
+    LASTING,
+    MEGATRON,
+    ONE_RUN,
+    PLAN,
+    READ_RUNS,
+    SAVING,
+    TRAIN,
+    TRAINING,
+)
+from parakit.config.variable_groups import replace_meaning as _meaning
 
 
 class Command(NamedTuple):
@@ -35,52 +48,14 @@ class Command(NamedTuple):
     """True if the kit's image lacks what the command needs."""
 
 
-def _meaning(setting: Setting, text: str, **more: object) -> Setting:
-    """Return a variable with the help text, and other fields, that it has in one command."""
-    return setting._replace(help=text, **more)  # type: ignore[arg-type]
-
-
-_BATCH = (v.MICRO_BATCH, v.GLOBAL_BATCH)
-_MEGATRON = (v.MEGATRON_LM, v.ALLOW_UNKNOWN_MEGATRON)
-_WHERE = (v.DRY_RUN, v.RUNS, v.RUNTIME, v.IMAGE, v.HOST_NETWORK, v.SHARE_GPU, v.NET)
-LASTING = (
-    *(v.SEED, v.DROPOUT, v.OPTIMIZER, v.DATA, v.EXTRA, v.PATCH_FILE, v.SHARED_START, v.FUSED),
-    *_MEGATRON,
-    *_WHERE,
-    *(v.WANDB, v.LEDGER, v.HANG_TIMEOUT),
-)
-"""Variables of every command that trains."""
-_COMPARED = (v.ITERS, *LASTING, v.REPEATS)
-TRAINING = (*_COMPARED, *_BATCH)
-_SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE, v.GRACE)
-ONE_RUN = (*TRAINING, v.BACKEND, *_SAVING)
-TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)
-"""Variables of a training target: all that concern one run."""
 _OF_MATRIX = _meaning(v.STRATEGIES, "strategies of the matrix (all)", kind="words", default=())
-_CELLS = (v.FEATURES, _OF_MATRIX, v.PAGE, v.MINUTES, v.SEED, *_MEGATRON, v.DRY_RUN, v.RUNS)
-_RUNS = v.RUNS._replace(default="runs")
+_CELLS = (v.FEATURES, _OF_MATRIX, v.PAGE, v.MINUTES, v.SEED, *MEGATRON, v.DRY_RUN, v.RUNS)
 _CONTAINER = (v.DRY_RUN, v.RUNTIME, v.IMAGE)
-_PLANNED = (
-    *(v.MODEL, v.GPUS, v.GPU._replace(default="h200"), v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
-    *(v.NICS, v.OVERSUBSCRIPTION, v.IMBALANCE, v.GLOBAL_BATCH, v.SEQ, v.DTYPE),
-    v.CALIBRATION,
-    _meaning(
-        v.CALIBRATE,
-        'rates that the devices reach: "700 TFLOP/s on 4k x 4k x 4k"',
-        kind=v.TEXT,
-        default=None,
-    ),
+_PREDICTION = (
+    _meaning(v.GPU, "predicts for this device, such as h200, and trains nothing"),
+    v.DTYPE,
     v.JSON,
-    _meaning(
-        v.EXTRA, "Megatron flags of the planned model and strategy", kind=v.TEXT, default=None
-    ),
-    v.READINGS,
 )
-PLAN = (
-    *(*_PLANNED, v.MICRO_BATCH, v.TOKENS, v.VERIFY, v.ALPA, v.LARGEST, v.RECIPE, v.RECOMPUTE),
-    *(v.SVG, _meaning(v.STRATEGY, "times this strategy alone, tp8pp16dp8-zero1"), v.WHAT_IF),
-)
-_PREDICTION = (v.GPU, v.DTYPE, v.JSON)
 """Variables of an experiment that can also be predicted."""
 BENCH_NAME = _meaning(v.NAME, "the bench (all that take minutes)", option="NAME")
 BENCH = Command(
@@ -145,14 +120,14 @@ SECTIONS = {
         Command("verify-hf", "parakit.experiments.verify.hf:verify_hf",
             "compare 20 steps of seven strategies with transformers: HF= or random models",
             (v.HF, _meaning(v.STRATEGIES, "strategies to compare with transformers (seven)"), *(v.SEED,
-             v.DATA, v.EXTRA, v.EXTRA_B, v.PATCH_FILE, *_MEGATRON, v.RUNS))),
+             v.DATA, v.EXTRA, v.EXTRA_B, v.PATCH_FILE, *MEGATRON, v.RUNS))),
         Command("verify-*", "parakit.experiments.verify.command:verify",
             "find the first wrong tensor of a run: DTYPE= REFERENCE= EXTRA_B=",
             (*TRAINING, v.MODEL, _meaning(v.DTYPE, "fp32 or bf16 (fp32)", kind="fp32 or bf16"),
              *(v.REFERENCE, v.RESUMED, v.EXTRA_B, v.MEGATRON_LM_B)),
             is_usual=True),
         Command("status", "parakit.launch.status:watch_runs",
-            "show all runs: queued, running, ended; loss, time left", (_RUNS,), is_usual=True),
+            "show all runs: queued, running, ended; loss, time left", (READ_RUNS,), is_usual=True),
         Command("stop", "parakit.launch.stop:stop_run", "end a running run from any terminal: RUN=runs/…",
             (_meaning(v.RUN, "the run folder to stop", option="RUN"),), required=("RUN",),
             example="RUN=runs/…; 'make status' shows those that are running"),
@@ -164,18 +139,23 @@ SECTIONS = {
             required=("RUN",), example="RUN=runs/…", is_usual=True),
         Command("image", "parakit.cluster.container.image:build_image", "build the container for RUNTIME=docker",
             (v.IMAGE, v.BASE_IMAGE, v.DRY_RUN), on_host=True),
-        Command("reproduce", _EXPERIMENT, "train the six published runs on two GPUs, and write a report; resumable",
-            TRAINING, fixed=(("name", "published"),)),
+        Command("[1-5][0-9][0-9]*", "parakit.experiments.tutorial.commands:train_row",
+            "train a run of the tutorial by its id: make 446", (*ONE_RUN, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)),
+        Command("reproduce", "parakit.experiments.commands:reproduce",
+            "train the six published runs on two GPUs, or NAME=tutorial CHAPTER=pp; resumable",
+            (*TRAINING, _meaning(v.NAME, "published (the default) or tutorial"), v.CHAPTER,
+             _meaning(v.DEVICES, "8cpu runs the tutorial in small on CPU ranks (8gpu)"), v.MODEL)),
     ),
     "Weights from and to Hugging Face, without a GPU": (
         Command("import-hf", "parakit.launch.hub:import_hf",
-            "import a folder of GPT-2 or Llama as a model: HF= NAME=",
+            "import a folder of Hugging Face as a model: HF= NAME=",
             (v.HF, _meaning(v.NAME, "name of the model (HF's)")), required=("HF",),
             example="HF=folder (or org/name on the hub) NAME=name", is_usual=True),
         Command("export-hf", "parakit.launch.hub:export_hf",
-            "export the weights of a run as such a folder: RUN=runs/… TO=folder",
-            (_meaning(v.RUN, "a run folder, or hub/NAME"), v.TO), required=("RUN", "TO"),
-            example="RUN=runs/… (or RUN=hub/NAME) TO=folder"),
+            "export the weights of a run or a checkpoint as such a folder: RUN=runs/… TO=folder",
+            (_meaning(v.RUN, "a run folder, or hub/NAME"),
+             _meaning(v.CKPT, "any checkpoint of Megatron, in place of RUN="), v.TO), required=("TO",),
+            example="RUN=runs/… (or RUN=hub/NAME, or CKPT=folder) TO=folder"),
     ),
     "Recipes of Megatron-Bridge and nemo-run": (
         Command("export-recipe", "parakit.launch.recipe:export_recipe",
@@ -202,7 +182,7 @@ SECTIONS = {
         Command("compare-pipelines", _EXPERIMENT,
             "compare schedules: Megatron's, GPipe, 1F1B, interleaved, PipeDream with and without flushes",
             # PipeDream's micro batch follows from the others' global one.
-            (*_COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
+            (*COMPARED, v.MODEL), fixed=(("name", "pipelines"),)),
         Command("sweep", "parakit.experiments.commands:run_sweep",
             "train every combination of MODELS=, STRATEGIES=, BACKENDS= and DEVICES=; resumable",
             (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.SLURM_SETTINGS)),
@@ -217,7 +197,7 @@ SECTIONS = {
             packages=(), is_usual=True),
         Command("dryrun", "parakit.planner.dryrun.command:dryrun",
             "run an iteration of Megatron without devices: MODEL= STRATEGY= …",
-            (v.MODEL, _meaning(v.STRATEGY, "the strategy to run (the baseline)"), *_BATCH,
+            (v.MODEL, _meaning(v.STRATEGY, "the strategy to run (the baseline)"), *BATCH,
              *(v.SEQ, v.DTYPE, v.DP, v.TP, v.PP, v.CP, v.EP, v.VPP, v.SP, v.ZERO1),
              *(v.RECOMPUTE, v.RANKS, v.JSON)),
             required=("MODEL",), example="MODEL=gpt3-175b STRATEGY=tp8pp16dp8",
@@ -225,7 +205,7 @@ SECTIONS = {
         Command("calibrate", "parakit.launch.calibrate:calibrate_machine",
             "measure the planner's constants on this machine, and keep them: DEVICES=2cpu",
             (_meaning(v.DEVICES, "2gpu or 2cpu (all of this machine)", kind="devices such as 2gpu"),
-             _RUNS)),
+             READ_RUNS)),
         Command("validate", "parakit.planner.readings.command:validate",
             "predict every published measurement, and show the errors; READINGS= for your own",
             (v.JSON, v.LEAVE_OUT, v.READINGS), packages=()),
@@ -238,13 +218,13 @@ SECTIONS = {
     "Results": (
         Command("report", "parakit.reporting.command:report",
             'compare all runs, or logs of any trainer: LOGS="a.log b.log"',
-            (_RUNS, v.READINGS, v.LOGS._replace(option="RUN_OR_LOG"), v.NAME, v.BASELINE, v.DEVICE,
+            (READ_RUNS, v.READINGS, v.LOGS._replace(option="RUN_OR_LOG"), v.NAME, v.BASELINE, v.DEVICE,
              v.STRICT, v.SCRAPE, _meaning(v.JSON, "1 prints the content of logs as JSON")),
             in_clone=f"{_CLONE}:add_own_runs", packages=(), is_usual=True),
         Command("explain", "parakit.reporting.command:explain",
             "explain why runs differ, from their measurements: RUN=",
             (_meaning(v.RUN, "run folders to explain (all)", kind="words", default=(), option="RUN"),
-             _RUNS),
+             READ_RUNS),
             in_clone=f"{_CLONE}:move_run_folders", packages=(), is_usual=True),
         Command("why-hang", "parakit.hang.command:why_hang",
             "find the rank that hangs, from dumps, stacks or logs: DUMPS=",
@@ -258,7 +238,7 @@ SECTIONS = {
              _meaning(v.VERIFY, "1 reads every piece and checks it", kind=v.SWITCH, default=False),
              v.JSON),
             required=("CKPT",), example="CKPT=runs/…/checkpoints", packages=("torch",), is_usual=True),
-        Command("reshard", "parakit.checkpoint.reshard:reshard",
+        Command("reshard", "parakit.checkpoint:reshard_command",
             "convert a checkpoint to another strategy: CKPT= STRATEGY= TO=folder",
             (v.CKPT, _meaning(v.STRATEGY, "the strategy that is written"), v.TO),
             required=("CKPT", "STRATEGY", "TO"), packages=("torch",),
@@ -293,14 +273,14 @@ BENCHES = (
         "check that verify finds injected bugs, and none in healthy strategies", on_host=True),
     Command("bench NAME=bf16", "parakit.experiments.matrix.commands:run_bf16_bench",
         "compare 200 losses of each strategy in fp32 and bf16: STRATEGIES=",
-        (_OF_MATRIX, v.PAGE, v.SEED, *_MEGATRON, v.RUNS)),
+        (_OF_MATRIX, v.PAGE, v.SEED, *MEGATRON, v.RUNS)),
     Command("bench NAME=loss-curve", _EXPERIMENT,
         "compare 200 losses with FUSED= to those of another seed", (*ONE_RUN, v.TARGET),
         fixed=(("name", "loss_curve"),)),
     Command("bench NAME=soak", "tests.faults.soak:soak_strategy",
         "train a STRATEGY= for hours, with random kills: does memory grow, time rise, a loss change?",
-        (_meaning(v.STRATEGY, "the strategy to train for hours"), *(v.HOURS, v.MODEL, *_BATCH, *LASTING,
-         v.BACKEND, *_SAVING)),
+        (_meaning(v.STRATEGY, "the strategy to train for hours"), *(v.HOURS, v.MODEL, *BATCH, *LASTING,
+         v.BACKEND, *SAVING)),
         required=("STRATEGY", "HOURS"), example='STRATEGY=dp2 ARGS="--hours 0.33"'),
     Command("bench NAME=auto", "tests.bench.auto:bench_auto",
         "compare the planner's times and choice with measurements here: MODELS= DEVICES=",
@@ -335,9 +315,9 @@ REMOVED = {
 INTERNAL = (
     Command("run", "parakit.launch.train:run_strategy", "train the run of a launch script", TRAIN),
     Command("trace", "parakit.reporting.command:trace", "draw one iteration of a run",
-        (_meaning(v.RUN, "a run folder or a target (the newest run)", option="RUN"), _RUNS)),
+        (_meaning(v.RUN, "a run folder or a target (the newest run)", option="RUN"), READ_RUNS)),
     Command("idle", "parakit.launch.stop:refuse_running", "refuse if a run is running, for clean",
-        (_RUNS,)),
+        (READ_RUNS,)),
     Command("module", "parakit.launch.runtime:run_module",
         "run a module of the kit on the host or in the image, by RUNTIME=",
         _CONTAINER),

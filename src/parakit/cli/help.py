@@ -6,8 +6,8 @@ usage: python -m parakit.cli.help [all]
 import sys
 from itertools import groupby
 
-from parakit.cli import commands
-from parakit.cli.commands import BENCHES, COMMANDS, SECTIONS, Command
+from parakit.cli.commands import BENCHES, COMMANDS, INTERNAL, SECTIONS, Command
+from parakit.config import variable_groups
 from parakit.config.settings import SETTINGS
 
 HEADINGS = {
@@ -63,12 +63,12 @@ def list_variables() -> "list[tuple[list[str], str]]":
     """
     commands_by_use = {}  # type: dict[tuple[str, str], list[str]]
     for setting in SETTINGS:
-        commands_by_use[setting.name, setting.help] = []
+        commands_by_use[setting.name, setting.meaning] = []
     for command in (*COMMANDS, *BENCHES):
         for setting in command.variables:
             # A setting with an equivalent is an option of the program alone, not a make variable.
             if not setting.make_equivalent:
-                use = (setting.name, setting.help)
+                use = (setting.name, setting.meaning)
                 commands_by_use.setdefault(use, []).append(command.name)
     order = [setting.name for setting in SETTINGS]
     uses = []
@@ -84,9 +84,9 @@ def list_variables() -> "list[tuple[list[str], str]]":
 
 
 _GROUPS = (
-    (commands.LASTING, "whatever trains"),
-    (commands.TRAINING, "whatever trains but bench NAME=soak and compare-pipelines"),
-    (commands.ONE_RUN, "whatever trains one run"),
+    (variable_groups.LASTING, "whatever trains"),
+    (variable_groups.TRAINING, "whatever trains but bench NAME=soak and compare-pipelines"),
+    (variable_groups.ONE_RUN, "whatever trains one run"),
 )
 """Groups of variables, and the name of the commands that take all variables of the group."""
 
@@ -96,7 +96,7 @@ def _summarise_commands(names: "list[str]") -> str:
 
     Commands that only scripts call are left out.
     """
-    internal = [command.name for command in commands.INTERNAL]
+    internal = [command.name for command in INTERNAL]
     public_names = [name for name in names if name not in internal]
     for group, title in _GROUPS:
         group_names = [

@@ -175,7 +175,7 @@ def build_parser(command: Command, program: str) -> ArgumentParser:
     parser = _Parser(prog=program, description=rewrite_as_options(command.help, command))
     for setting in command.variables:
         if setting.name != ARGS.name:
-            help_text = rewrite_as_options(setting.help, command)
+            help_text = rewrite_as_options(setting.meaning, command)
             _add_option(parser, setting._replace(help=help_text))
     add_arguments = getattr(handlers, f"{name}_arguments", None)
     if add_arguments:
@@ -383,14 +383,16 @@ def _add_option(parser: ArgumentParser, setting: Setting) -> None:
         parser.add_argument(
             name,
             type=str if is_list else _make_reader(setting),
-            help=setting.help,
+            help=setting.meaning,
             nargs="*" if is_list else "?",
             metavar=option,
         )
     elif setting.kind == SWITCH:
-        parser.add_argument(option, dest=name, action="store_true", default=None, help=setting.help)
+        parser.add_argument(
+            option, dest=name, action="store_true", default=None, help=setting.meaning
+        )
     else:
-        parser.add_argument(option, dest=name, type=_make_reader(setting), help=setting.help)
+        parser.add_argument(option, dest=name, type=_make_reader(setting), help=setting.meaning)
 
 
 def _make_reader(setting: Setting) -> Callable[[str], Any]:

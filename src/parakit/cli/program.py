@@ -248,7 +248,7 @@ def _add_clone_command(subparsers: Any, command: Command) -> None:
     """Add a command that needs a clone, with the options of its variables in the help text."""
     name = command.name.removesuffix("-*")
     option_lines = (
-        f"  {option_name(setting):<18}  {rewrite_as_options(setting.help, command)}"
+        f"  {option_name(setting):<18}  {rewrite_as_options(setting.meaning, command)}"
         for setting in command.variables
     )
     parser = subparsers.add_parser(

@@ -13,8 +13,9 @@ from pathlib import Path
 
 from parakit.artifacts.run import LOG_FILE, NODES_FOLDER, SAMPLES_FILE, StatusRecord
 from parakit.config.errors import LaunchError
+from parakit.config.settings import MASTER_PORT
 
-DEFAULT_PORT = 29500
+DEFAULT_PORT: int = MASTER_PORT.default
 
 
 class Rendezvous(StrEnum):

@@ -24,5 +24,6 @@ __all__ = [
     "settings",
     "stages",
     "strategy",
+    "variable_groups",
     "variables",
 ]

@@ -5,7 +5,7 @@ values. This module must run on every Python from 3.6 on, because `make help` pr
 anything is set up.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 NUMBER, SWITCH, TEXT = "a whole number above 0", "0 or 1", "a text"
 WORDS, PATH, FOLDER = "flags with closed quotes", "a file", "a folder"
@@ -25,8 +25,9 @@ class Setting(NamedTuple):
     is a choice.
     """
     help: str
-    default: object = None
-    """Default value, or a text that is parsed as the kind says."""
+    """What the variable means. `{default}` stands for the default value."""
+    default: Any = None
+    """Default value, or a text that is parsed as the kind says. None leaves the choice to the command."""
     option: str = ""
     """Option on a command line; empty means the name, such as `--global-batch`."""
     make_equivalent: str = ""
@@ -34,12 +35,17 @@ class Setting(NamedTuple):
     variable.
     """
 
+    @property
+    def meaning(self) -> str:
+        """The help text with the default value."""
+        return self.help.replace("{default}", str(self.default))
+
 
 # What is trained.
 ITERS = Setting("ITERS", NUMBER, "iterations (100; 25 for a tiny model)")
 MICRO_BATCH = Setting("MICRO_BATCH", NUMBER, "samples in a rank's forward pass")
 GLOBAL_BATCH = Setting("GLOBAL_BATCH", NUMBER, "samples in an iteration")
-SEED = Setting("SEED", NUMBER, "seed of weights, dropout and sample order (1234)", 1234)
+SEED = Setting("SEED", NUMBER, "seed of weights, dropout and sample order ({default})", 1234)
 DROPOUT = Setting(
     "DROPOUT", "a number from 0 up to, not including, 1", "attention and hidden dropout"
 )
@@ -48,7 +54,11 @@ OPTIMIZER = Setting(
     "adamw, muon or megatron-muon",
     "adamw, muon or megatron-muon, which is Megatron's rule under BACKEND=native too",
 )
-DATA = Setting("DATA", "a prefix", "data set: NAME= of prepare-ds, or any prefix of .bin/.idx")
+DATA = Setting(
+    "DATA",
+    "a data set, or several with weights",
+    'data set: NAME= of prepare-ds, or any prefix of .bin/.idx; a blend is "0.3 a 0.7 b"',
+)
 EXTRA = Setting("EXTRA", WORDS, 'further Megatron flags, "--lr 1e-4"', ())
 DTYPE = Setting("DTYPE", TEXT, "fp16, bf16 or fp32")
 REFERENCE = Setting(
@@ -133,12 +143,13 @@ CALIBRATE = Setting("CALIBRATE", SWITCH, "1 measures this machine before plannin
 HANG_TIMEOUT = Setting(
     "HANG_TIMEOUT",
     "a whole number of seconds above 0",
-    "seconds without a log line before the run is ended (900)",
+    "seconds without a log line before the run is ended ({default})",
+    900,
 )
 SAVE_EVERY = Setting(
     "SAVE_EVERY", "a whole number of iterations above 0", "iterations between checkpoints"
 )
-KEEP = Setting("KEEP", NUMBER, "checkpoints to keep (2)")
+KEEP = Setting("KEEP", NUMBER, "checkpoints to keep ({default})", 2)
 GRACE = Setting(
     "GRACE",
     "a whole number of seconds above 0",
@@ -160,7 +171,10 @@ NNODES = Setting("NNODES", "a whole number from 1 to 99999", "number of machines
 NODE_RANK = Setting("NODE_RANK", TEXT, "0 to NNODES-1, another on each machine")
 MASTER_ADDR = Setting("MASTER_ADDR", TEXT, "address of the machine with NODE_RANK=0")
 MASTER_PORT = Setting(
-    "MASTER_PORT", "a whole number from 1024 to 65535", "port on that machine (29500)"
+    "MASTER_PORT",
+    "a whole number from 1024 to 65535",
+    "port on that machine ({default})",
+    29500,
 )
 RENDEZVOUS = Setting("RENDEZVOUS", "static or c10d", "torchrun's: static or c10d")
 LAUNCHER = Setting("LAUNCHER", "torchrun or slurm", "slurm submits a job instead of training here")
@@ -198,7 +212,7 @@ MODEL = Setting(
     "MODEL", TEXT, "a model of make list, or an .args file or config.json (not compare-*)"
 )
 GPUS = Setting("GPUS", "a whole number", "number of devices")
-GPU = Setting("GPU", TEXT, "h200, a100-80g, … (h200)")
+GPU = Setting("GPU", TEXT, "h200, a100-80g, …")
 GPUS_PER_NODE = Setting(
     "GPUS_PER_NODE",
     "a whole number",
@@ -329,6 +343,7 @@ SCRAPE = Setting(
 )
 LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
 NAME = Setting("NAME", PLAIN_NAME, "name of the report or sweep")
+CHAPTER = Setting("CHAPTER", TEXT, "chapter of the tutorial: dp, tp, sp, cp, pp or ep (all)")
 BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
 DEVICE = Setting("DEVICE", TEXT, "GPU that the logs were made on, such as h100")
 STRICT = Setting(

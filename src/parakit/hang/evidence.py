@@ -41,6 +41,8 @@ def counts_calls(file: str) -> bool:
     return any(folder in file for folder in FOLDERS_THAT_COUNT_CALLS)
 
 
+UNNAMED_GROUP = "that the log does not name"
+"""Name of a group of which no line of a log has a name. Rank 0 may be in another group than the others."""
 UNKNOWN_OPERATION = "collective"
 """Operation of a call of which a log has only the number."""
 
@@ -248,6 +250,8 @@ class HangEvidence:
     """Sentences on ranks that ended by themselves, by the logs: a signal killed them, or they raised an error."""
     stuck: tuple[int, ...] = ()
     """Ranks whose watchdog was blocked, by the logs."""
+    asked_ns: int | None = None
+    """Time at which the ranks were asked for their stacks, in ns since 1970; None if unknown."""
 
     def get_rank(self, rank: int) -> RankEvidence:
         """Return the evidence of a rank; empty evidence if the rank left nothing."""

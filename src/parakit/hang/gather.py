@@ -17,6 +17,7 @@ import msgspec
 import psutil
 
 from parakit.artifacts.run import (
+    ASKED_FILE,
     HANG_REASON_PREFIX,
     RUN_FILE,
     STOPPED_FILE,
@@ -36,7 +37,7 @@ from parakit.hang.evidence import (
     StepStage,
 )
 from parakit.hang.texts import RankStacks, is_stacks, read_stacks
-from parakit.hang.waits import is_in_collective
+from parakit.hang.waits import is_in_collective, is_in_recorded_collective
 from parakit.hang.watchdog import (
     MONITORED_BARRIER,
     WORLD,
@@ -56,7 +57,7 @@ _ATTEMPT = re.compile(r"attempt_\d+")
 _AUTOGRAD = "/torch/autograd/"
 _FILE_OF_COLLECTIVES = "distributed_c10d.py"
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
-_STATUSES_OF_FAILURES = (Status.CRASHED, Status.OUT_OF_MEMORY, Status.NAN)
+_STATUSES_OF_FAILURES = (Status.CRASHED, Status.OUT_OF_MEMORY)
 _SKIPPED_SUFFIXES = {
     *(".idx", ".bin", ".pt", ".distcp", ".png", ".svg", ".html", ".csv", ".safetensors"),
 }
@@ -83,6 +84,8 @@ class _GatheredFiles:
     """Sentences on ranks that ended by themselves, by the logs."""
     stuck: list[int] = field(default_factory=list)
     """Ranks whose watchdog was blocked, by the logs."""
+    asked_ns: int | None = None
+    """Time at which the launcher asked the ranks for their stacks, in ns since 1970; None if unknown."""
 
     def get_rank(self, rank: int) -> RankEvidence:
         """Return the evidence of a rank, which is empty at first and can be changed in place."""
@@ -126,6 +129,8 @@ def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
             f"rank is known.{reason}"
         )
     _drop_late_calls(ranks.values())
+    if gathered.asked_ns:
+        _restore_waits(ranks.values(), gathered.asked_ns)
     _name_unknown_operations(ranks.values())
     return HangEvidence(
         ranks=ranks,
@@ -137,6 +142,7 @@ def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
         compared=tuple(gathered.compared),
         failures=gathered.failures,
         stuck=tuple(gathered.stuck),
+        asked_ns=gathered.asked_ns,
     )
 
 
@@ -152,6 +158,22 @@ def _drop_late_calls(ranks: Collection[RankEvidence]) -> None:
             evidence.calls = tuple(
                 call for call in evidence.calls if call.created_ns <= first_dump_ns
             )
+
+
+def _restore_waits(ranks: Collection[RankEvidence], asked_ns: int) -> None:
+    """Put the calls back to what they were when the ranks were asked for their stacks, in place.
+
+    The signal that asks for stacks ends some waits in C code. A rank that hung there continues, and so do the ranks
+    that waited for it. Their later calls are dropped, and the last call before counts as unfinished for each rank
+    whose stack is in a collective that a flight recorder keeps. Nothing changes if no rank made a later call.
+    """
+    if not any(call.created_ns > asked_ns for evidence in ranks for call in evidence.calls):
+        return
+    for evidence in ranks:
+        calls = [call for call in evidence.calls if call.created_ns <= asked_ns]
+        if calls and is_in_recorded_collective(evidence.stack):
+            calls[-1] = replace(calls[-1], is_done=False)
+        evidence.calls = tuple(calls)
 
 
 def _name_unknown_operations(ranks: Collection[RankEvidence]) -> None:
@@ -270,6 +292,8 @@ def _read_file(path: Path, gathered: _GatheredFiles) -> None:
         # The launcher saw that a signal had stopped these ranks, and continued them for their dumps.
         for number in head.split():
             gathered.get_rank(int(number)).is_stopped = True
+    elif path.name == ASKED_FILE and head.strip().isdigit():
+        gathered.asked_ns = int(head)
     elif _is_dump(head):
         if path.stat().st_size > LARGEST_DUMP_BYTES:
             raise UnreadableDumpError(

@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from parakit.hang.evidence import (
     UNKNOWN_OPERATION,
+    UNNAMED_GROUP,
     GroupOfRanks,
     HangEvidence,
     RecordedCall,
     Signature,
 )
-from parakit.hang.place import START_UP, locate_frames
+from parakit.hang.place import is_outside_training
 
 LONGEST_CONTEXT = 64
 """Most calls of a context that are compared."""
@@ -87,13 +88,15 @@ class _Deviation(NamedTuple):
 def find_mismatch(evidence: HangEvidence) -> CallMismatch | None:
     """Return the earliest pair of calls that do not fit in operation, size or dtype; None if all fit.
 
-    Calls that torch itself compared and found to differ come first.
+    Calls that torch itself compared and found to differ come first. Calls of a group without a name are not compared.
     """
     if evidence.compared:
         first, second = sorted(evidence.compared[0], key=lambda rank_and_call: rank_and_call[0])
         return CallMismatch(evidence.groups[first[1].group], first, second)
     mismatches: list[CallMismatch] = []
     for group in evidence.groups.values():
+        if group.name == UNNAMED_GROUP:
+            continue
         calls_by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
         for rank in group.ranks:
             # Calls that a coalescing manager joins share one number: the last of them is compared.
@@ -264,9 +267,9 @@ def _find_collectives_completed_by_all(
 ) -> set[CollectiveKey]:
     """Return the collectives of all ranks that all of them made and completed, in the same order.
 
-    Of equal calls in a row only the first counts, because ranks may be one call apart in the others. If the
-    calls of a rank are missing, the last collective of a group and the first one of each signature are left
-    out, because a failed call counts as completed too.
+    Of equal calls in a row only the first counts, because ranks may be one call apart in the others. If
+    another rank left no calls, a collective must not be the last of its group, nor the first of its
+    signature, because a failed call counts as completed, too.
     """
     first_of_row = {
         rank: _find_first_calls_of_rows(evidence.get_rank(rank).calls, sequence)
@@ -286,17 +289,18 @@ def _find_collectives_completed_by_all(
         for number in sorted(numbers):
             calls = [calls[number] for calls in calls_by_rank.values() if number in calls]
             signatures = {call.signature for call in calls}
-            is_one_call = len(signatures) == 1
-            # In start-up, ranks may come to a common call from different places in the code.
-            if not is_one_call and locate_frames(calls[0].frames).part != START_UP:
+            # Outside of training, ranks may come to a common call from different places in the code.
+            if len(signatures) > 1 and not is_outside_training(calls[0].frames):
                 break
-            is_made_by_all = len(calls) == len(calls_by_rank)
-            is_done_by_all = is_made_by_all and all(call.is_done for call in calls)
-            is_before_last = number < last_common_number
-            is_certain = has_all_ranks or (is_before_last and signatures <= seen_signatures)
+            is_done_by_all = len(calls) == len(calls_by_rank) and all(
+                call.is_done for call in calls
+            )
+            is_certain = has_all_ranks or (
+                number < last_common_number and signatures <= seen_signatures
+            )
             key = (group.name, number)
             is_first_of_row = all(key in keys for keys in first_of_row.values())
-            if is_one_call and is_done_by_all and is_certain and is_first_of_row:
+            if len(signatures) == 1 and is_done_by_all and is_certain and is_first_of_row:
                 completed.add(key)
             seen_signatures |= signatures
     return completed

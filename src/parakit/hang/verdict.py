@@ -38,7 +38,14 @@ from parakit.hang.place import (
     locate_call_in_step,
     locate_frames,
 )
-from parakit.hang.waits import TORCH_DISTRIBUTED, Wait, Waits, find_waits, is_in_collective
+from parakit.hang.waits import (
+    TORCH_DISTRIBUTED,
+    Wait,
+    Waits,
+    find_waits,
+    is_in_collective,
+    is_in_recorded_collective,
+)
 from parakit.hang.wording import (
     describe_call,
     describe_ranks,
@@ -52,19 +59,13 @@ QUIET_SECONDS = 5.0
 """Seconds without a call after which a job may hang. A shorter pause is never taken for a hang."""
 USUAL_PAUSES = 3
 """Multiple of the longest usual pause between calls that a pause must exceed to count as a hang."""
+MOST_EXTRA_SECONDS = 60.0
+"""Most seconds beyond the longest usual pause. A minute more is a sign of a hang in any job."""
 
 SHOWN_WAITS = 12
 """Most lines of `HangVerdict.chain`."""
 SHOWN_CYCLE_WAITS = 4
 """Most waits of a cycle of ranks that the sentence names."""
-
-UNRECORDED_FUNCTIONS = frozenset(
-    {
-        *("send", "recv", "batch_isend_irecv", "_p2p_ops", "_communicate"),
-        *("new_group", "init_process_group"),
-    }
-)
-"""torch's and Megatron's functions whose calls a flight recorder may lack (gloo's has no send)."""
 
 
 class HangOutcome(StrEnum):
@@ -164,7 +165,7 @@ def _judge_failed_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
     evidence = waits.evidence
     sentences = []
     for rank in ranks:
-        reason = evidence.failures[rank].rstrip(".")
+        reason = evidence.failures[rank].removeprefix(f"rank {rank}: ").rstrip(".")
         prefix = (
             ""
             if reason.startswith("Rank ")
@@ -337,7 +338,8 @@ def _find_usual_pause_seconds(evidence: HangEvidence) -> float:
     """Return the longest pause in seconds that is no sign of a hang; at least QUIET_SECONDS.
 
     The result is USUAL_PAUSES times the longest pause that came before calls of one signature at least
-    twice. Pauses of start-up come once, so the longest pause of each signature is left out.
+    twice, and at most MOST_EXTRA_SECONDS more than this pause. Pauses of start-up come once, so the longest pause
+    of each signature is left out.
     """
     longest_pause = 0.0
     for state in evidence.ranks.values():
@@ -348,7 +350,7 @@ def _find_usual_pause_seconds(evidence: HangEvidence) -> float:
         for pauses in pauses_by_signature.values():
             if len(pauses) > 1:
                 longest_pause = max(longest_pause, sorted(pauses)[-2])
-    return max(QUIET_SECONDS, USUAL_PAUSES * longest_pause)
+    return max(QUIET_SECONDS, min(USUAL_PAUSES * longest_pause, longest_pause + MOST_EXTRA_SECONDS))
 
 
 def _judge_job_at_work(waits: Waits) -> HangVerdict | None:
@@ -372,7 +374,9 @@ def _judge_recent_calls(evidence: HangEvidence) -> HangVerdict | None:
     if not dump_times:
         return None
     last_call_ns = max(state.calls[-1].created_ns for state in states if state.calls)
-    quiet_seconds = (min(dump_times) - last_call_ns) / 1e9
+    # Ranks write their dumps some time after they were asked. A rank that failed wrote its dump long before.
+    asked_ns = evidence.asked_ns or min(dump_times)
+    quiet_seconds = (asked_ns - last_call_ns) / 1e9
     usual_seconds = _find_usual_pause_seconds(evidence)
     if quiet_seconds >= usual_seconds:
         return None
@@ -458,8 +462,7 @@ def _may_wait_unrecorded(waits: Waits, rank: int) -> bool:
     if state.is_stopped or rank not in waits.ranks_in_calls or not is_in_collective(state.stack):
         return False
     # A flight recorder would have recorded every other collective as entered.
-    functions = {frame.function.rpartition(".")[2] for frame in state.stack}
-    return not state.calls or not functions.isdisjoint(UNRECORDED_FUNCTIONS)
+    return not state.calls or not is_in_recorded_collective(state.stack)
 
 
 def _describe_root(waits: Waits, rank: int) -> str:

@@ -8,7 +8,7 @@ other in a cycle are a root together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile
 
@@ -27,6 +27,14 @@ FILES_THAT_CALL_COLLECTIVES = ("/torch/", "megatron_patches/")
 PIPELINE_FILES = ("p2p_communication", "pipeline_parallel/schedules")
 NUM_INNERMOST_FRAMES = 6
 EXCEPTION_HOOK = "_distributed_excepthook"
+
+UNRECORDED_FUNCTIONS = frozenset(
+    {
+        *("send", "recv", "batch_isend_irecv", "_p2p_ops", "_communicate"),
+        *("new_group", "init_process_group"),
+    }
+)
+"""torch's and Megatron's functions whose calls a flight recorder may lack (gloo's has no send)."""
 
 PREVIOUS_STAGE, NEXT_STAGE = -1, +1
 AWAITED_STAGES: Mapping[str, set[int]] = {
@@ -195,6 +203,12 @@ def is_in_collective(stack: Iterable[Frame]) -> bool:
     ]
     # torch's code for checkpoints is in the same folder, and waits for a disk unless it calls further.
     return bool(distributed_files) and TORCH_CHECKPOINT not in distributed_files[0]
+
+
+def is_in_recorded_collective(stack: Sequence[Frame]) -> bool:
+    """Return True if the stack ends in a collective that every flight recorder keeps, so in no message."""
+    functions = {frame.function.rpartition(".")[2] for frame in stack}
+    return is_in_collective(stack) and functions.isdisjoint(UNRECORDED_FUNCTIONS)
 
 
 def _waits_of_failed_call(evidence: HangEvidence, rank_evidence: RankEvidence) -> dict[int, Wait]:

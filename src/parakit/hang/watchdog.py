@@ -14,6 +14,7 @@ from typing import NamedTuple
 from parakit.hang.dumps import normalise_operation
 from parakit.hang.evidence import (
     UNKNOWN_OPERATION,
+    UNNAMED_GROUP,
     ComparedCalls,
     GroupOfRanks,
     Progress,
@@ -22,8 +23,6 @@ from parakit.hang.evidence import (
 
 WORLD = "default_pg"
 """torch's description of the group of all ranks."""
-UNNAMED_GROUP = "that the log does not name"
-"""Name of a group of which no line has a name, although its ranks are known."""
 COMPARED_GROUP = "that torch compared"
 """Name of a group of which a log reports only that calls in it differ."""
 MONITORED_BARRIER = "monitored_barrier"
@@ -86,9 +85,12 @@ _DESYNC = re.compile(
 """What TORCH_NCCL_DESYNC_DEBUG=1 reports of the ranks of a group after a timeout."""
 _SNAPSHOT_HEADING = re.compile(r"^\s*#(?P<number>\d+) (?:started|finished) ranks:")
 _SNAPSHOT = re.compile(r"^\s*" + _LISTED + r" (?P<state>started|finished) (?P<operation>[A-Z_]+)")
+_TERMINATED = "watchdog thread terminated"
+_TIME = re.compile(r"\[E(?P<date>\d{3,4}) (?P<time>\d\d:\d\d:\d\d)")
+"""Month, day and time at the beginning of torch's error lines: `[E1206 18:44:12.715298746`."""
 _PHRASES = re.compile(
-    r"Watchdog caught|ast enqueued |timed out in blocking wait|failed to pass monitoredBarrier"
-    r"|Detected mismatch between|watchdog got stuck|Heartbeat monitor timed out"
+    r"Watchdog caught|watchdog thread terminated|ast enqueued |timed out in blocking wait"
+    r"|failed to pass monitoredBarrier|Detected mismatch between|watchdog got stuck|Heartbeat monitor timed out"
     r"|finish(?:ed)? collective #|lagging ranks that caused|^\s*#\d+ (?:started|finished) ranks:"
     r"|^\s*\[[\d, ]+\] (?:started|finished) [A-Z]"
 )
@@ -123,7 +125,7 @@ class WatchdogLog:
     compared: list[ComparedCalls] = field(default_factory=list)
     """Pairs of calls that torch compared and found to differ."""
     stuck: list[int] = field(default_factory=list)
-    """Ranks whose watchdog was blocked, in the order of the log."""
+    """Ranks whose watchdog was blocked before any call timed out, in the order of the log."""
     is_rank_uncertain: bool = False
     """True if a line numbers its rank within a group that the line does not name."""
 
@@ -181,6 +183,8 @@ def _is_complete(line: str) -> bool:
     """Return True if the line has the end of the report that it begins."""
     if "Watchdog caught" in line:
         return _TIMEOUT_END.search(line) is not None
+    if _TERMINATED in line:
+        return "exception: " in line
     if _REPORT_OF_MISMATCH in line:
         match = _MISMATCH.search(line)
         has_other_rank = match is not None and bool(match["rank2"] or match["dtype1"])
@@ -228,6 +232,7 @@ class _LogReader:
         self._timeouts: list[_SpokenLine] = []
         self._counts: list[_SpokenLine] = []
         self._desync: list[_DesyncEntry] = []
+        self._stuck: list[_SpokenLine] = []
         self._snapshot_number: int | None = None
         self._inconsistent: dict[int, RecordedCall] = {}
 
@@ -242,8 +247,7 @@ class _LogReader:
         elif match := _COUNTS.search(line):
             self._counts += self._assign_rank(match)
         elif match := _STUCK.search(line):
-            stuck = [spoken.speaker.rank for spoken in self._assign_rank(match)]
-            self._log.stuck += [rank for rank in stuck if rank not in self._log.stuck]
+            self._stuck += self._assign_rank(match)
         else:
             self._feed_desync(line)
 
@@ -263,6 +267,7 @@ class _LogReader:
         if len(self._inconsistent) > 1:
             log.compared += _pair_different_calls(self._inconsistent)
         self._add_desync(namer)
+        self._add_stuck_ranks()
         log.groups = namer.list_groups(log.timeouts)
         return log
 
@@ -334,6 +339,23 @@ class _LogReader:
                         number=entry.number,
                         sizes=(),
                     )
+
+    def _add_stuck_ranks(self) -> None:
+        """Add the ranks whose watchdog was blocked before any call timed out.
+
+        After a timeout the watchdog ends the process, which can block it, too.
+        """
+        times_of_timeouts = [
+            _read_time(line.match.string) for line in self._timeouts + self._counts
+        ]
+        for line in self._stuck:
+            time_of_block = _read_time(line.match.string)
+            is_first = all(
+                time_of_block is not None and time is not None and time_of_block < time
+                for time in times_of_timeouts
+            )
+            if is_first and line.speaker.rank not in self._log.stuck:
+                self._log.stuck.append(line.speaker.rank)
 
     def _assign_rank(self, match: re.Match[str]) -> list[_SpokenLine]:
         """Return a list of the line with its rank; empty if the rank is not known.
@@ -487,6 +509,12 @@ _OPERATIONS_ON_ONE_TENSOR = {
     "_REDUCE_SCATTER_BASE": "reduce_scatter_tensor",
 }
 """Operations that torch tells from those on lists of tensors when it compares calls."""
+
+
+def _read_time(line: str) -> tuple[int, str] | None:
+    """Return month and day as one number, and the time of day, of a line of torch; None if the line has none."""
+    match = _TIME.search(line)
+    return (int(match["date"]), match["time"]) if match else None
 
 
 def _read_compared_call(match: re.Match[str], side: str) -> tuple[int, RecordedCall]:

@@ -7,7 +7,7 @@ from argparse import Namespace
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_origin, get_type_hints
+from typing import Annotated, Any
 
 from megatron_patches.fusions import NAMES, parse_fusions
 from megatron_patches.patch_file import SEPARATOR, patch_file_sha256
@@ -15,8 +15,15 @@ from parakit.cluster import Nodes, Slurm, parse_nodes, parse_slurm_options, read
 from parakit.config import settings
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import Backend, OptimizerName, PatchFile, RuntimeName
-from parakit.config.setting import SettingError, format_setting, parse_setting, parse_settings
+from parakit.config.setting import (
+    SettingError,
+    format_setting,
+    parse_setting,
+    parse_settings,
+    settings_by_field,
+)
 from parakit.config.settings import Setting
+from parakit.config.variable_groups import TRAIN
 from parakit.launch.network import format_rate, parse_rate
 
 _FUSED = settings.FUSED._replace(kind=f"a list with commas of {', '.join(NAMES)}")
@@ -46,7 +53,7 @@ class Wandb:
         return ("--wandb-project", self.project, *entity)
 
 
-DEFAULT_KEEP = 2
+DEFAULT_KEEP: int = settings.KEEP.default
 """Verified checkpoints that stay unless KEEP= is set: the newest, and one to fall back on."""
 
 
@@ -66,16 +73,17 @@ class Saving:
 class Options:
     """The make variables of a run; None means that the variable is not set.
 
-    A field that is `Annotated` holds the value of the one variable that its annotation names.
+    A field that is `Annotated` holds the value of the one variable that its annotation names, which also has the
+    default.
     """
 
     model: Annotated[str | None, settings.MODEL] = None
     """Name of a model, or path of a model's file."""
     iterations: Annotated[int | None, settings.ITERS] = None
-    extra: Annotated[tuple[str, ...], settings.EXTRA] = ()
+    extra: Annotated[tuple[str, ...], settings.EXTRA] = settings.EXTRA.default
     micro_batch_size: Annotated[int | None, settings.MICRO_BATCH] = None
     global_batch_size: Annotated[int | None, settings.GLOBAL_BATCH] = None
-    seed: Annotated[int, settings.SEED] = 1234
+    seed: Annotated[int, settings.SEED] = settings.SEED.default
     dropout: Annotated[float | None, settings.DROPOUT] = None
     data: Annotated[str | None, settings.DATA] = None
     shared_start: Annotated[bool | None, settings.SHARED_START] = None
@@ -86,27 +94,29 @@ class Options:
     """Whether parameters whose initial value is constant get noise in the initial checkpoint. Only verifications
     ask for it.
     """
-    dry_run: Annotated[bool, settings.DRY_RUN] = False
+    dry_run: Annotated[bool, settings.DRY_RUN] = settings.DRY_RUN.default
     megatron_lm: Annotated[Path | None, settings.MEGATRON_LM] = None
-    allow_unknown_megatron: Annotated[bool, settings.ALLOW_UNKNOWN_MEGATRON] = False
+    allow_unknown_megatron: Annotated[bool, settings.ALLOW_UNKNOWN_MEGATRON] = (
+        settings.ALLOW_UNKNOWN_MEGATRON.default
+    )
     """Whether to train with a Megatron version with which the patches are untested."""
     runs: Annotated[Path, settings.RUNS] = ROOT / "runs"
     runtime: Annotated[RuntimeName | None, settings.RUNTIME] = None
     image: Annotated[str | None, settings.IMAGE] = None
     """NGC tag of a pair in `docker/versions.env`; None takes the first pair."""
     wandb: Wandb | None = None
-    ledger: Annotated[bool, settings.LEDGER] = True
+    ledger: Annotated[bool, settings.LEDGER] = settings.LEDGER.default
     """Whether to count what ranks send, hold in memory and wait for."""
     backend: Annotated[Backend, settings.BACKEND] = Backend.MEGATRON
     optimizer: Annotated[OptimizerName, settings.OPTIMIZER] = OptimizerName.ADAMW
     link_bits_per_second: int | None = None
     """Limit of the link between the two halves of the ranks, in each direction; None sets no limit."""
-    repeats: Annotated[int, settings.REPEATS] = 1
+    repeats: Annotated[int, settings.REPEATS] = settings.REPEATS.default
     """Number of runs of the same launch; the report pools them."""
-    calibrate: Annotated[bool, settings.CALIBRATE] = False
+    calibrate: Annotated[bool, settings.CALIBRATE] = settings.CALIBRATE.default
     """Whether to measure this machine before `train-auto-…` plans for it."""
     nodes: Nodes | None = None
-    host_network: Annotated[bool, settings.HOST_NETWORK] = False
+    host_network: Annotated[bool, settings.HOST_NETWORK] = settings.HOST_NETWORK.default
     """Whether containers use this machine's network."""
     run_folder: Annotated[Path | None, settings.RUN_FOLDER] = None
     """A folder that exists before the run starts, such as a Slurm job's; None makes one."""
@@ -117,13 +127,13 @@ class Options:
     """Time that ranks get for a last checkpoint when the run is stopped; None takes what earlier saves took. It
     counts if the run saves checkpoints and its ranks have Megatron's handler of SIGTERM.
     """
-    hang_timeout_seconds: Annotated[float, settings.HANG_TIMEOUT] = 900.0
+    hang_timeout_seconds: Annotated[float, settings.HANG_TIMEOUT] = settings.HANG_TIMEOUT.default
     """Time without a new log line after which a run is ended and the stacks of its ranks are written. NCCL's own
     timeout of a collective, 600 s, is shorter, so that NCCL reports its error first.
     """
     fused: tuple[str, ...] = ()
     """Names of the patches of `megatron_patches/fused` to apply; none unless FUSED= is set."""
-    share_gpu: Annotated[bool, settings.SHARE_GPU] = False
+    share_gpu: Annotated[bool, settings.SHARE_GPU] = settings.SHARE_GPU.default
     """Whether all ranks use one GPU. Memory and losses are then valid; times are not comparable."""
     patch_file: PatchFile | None = None
     """A Python file that every rank executes before it trains."""
@@ -212,11 +222,7 @@ def _collect_values_of_groups(options: Options) -> dict[Setting, object]:
     return values
 
 
-_SETTING_BY_FIELD: dict[str, Setting] = {
-    name: kind.__metadata__[0]
-    for name, kind in get_type_hints(Options, include_extras=True).items()
-    if get_origin(kind) is Annotated
-}
+_SETTING_BY_FIELD = settings_by_field(Options)
 """The variable of each field that holds one variable's value."""
 
 
@@ -270,13 +276,8 @@ def _read_python_code(path: Path, text: str) -> bytes:
     return code
 
 
-RUN_SETTINGS = (
-    *_SETTING_BY_FIELD.values(),
-    *(settings.WANDB, *WANDB_SETTINGS, settings.NET),
-    *(settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE, settings.FUSED, settings.PATCH_FILE),
-    *(*settings.NODE_SETTINGS, *settings.SLURM_SETTINGS),
-)
-"""Every variable of a training target."""
+RUN_SETTINGS = tuple(dict.fromkeys((*_SETTING_BY_FIELD.values(), *TRAIN, *WANDB_SETTINGS)))
+"""Every variable of a training target, of `train-auto-…` and of W&B, each once. Commands show them in this order."""
 
 
 def choose_wandb(variables: Namespace) -> Wandb:

@@ -184,7 +184,10 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     problems: list[str] = []
     for path in paths:
         try:
-            runs += [load_folder(path)] if path.is_dir() else load_log(path)
+            if path.is_dir() and not records.is_run_folder(path):
+                problems.append(describe_folder(path))
+            else:
+                runs += [load_folder(path)] if path.is_dir() else load_log(path)
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror or error}; it is left out.")
         except Exception as error:
@@ -192,6 +195,21 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
             fault = f"{type(error).__name__}: {error}"
             problems.append(f"{path} cannot be read ({fault}); it is left out, please report it.")
     return runs, problems
+
+
+_MAX_LOGS = 5
+"""Logs of a folder that a sentence names."""
+
+
+def describe_folder(folder: Path) -> str:
+    """Return the sentence on a folder that is no run folder, with the logs or runs in it."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    logs = [path for path in files if {".log", ".txt", ".out"} & set(path.suffixes)]
+    runs = find_run_folders(folder)
+    names = [str(path) for path in [*runs, *logs][:_MAX_LOGS]]
+    if not names:
+        return f"{folder} is a folder without a log; name a log or a run folder."
+    return f"{folder} is a folder and no run; name what is in it: {' '.join(names)}."
 
 
 def find_run_folders(root: Path) -> list[Path]:
@@ -314,7 +332,7 @@ def _add_printed(run: Run) -> Run:
     if not arguments:
         return run
     flags = Flags(flags_from_printed_arguments(arguments))
-    data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
+    data = " ".join(flags.texts("--data-path")) or ("mock" if flags.has("--mock-data") else "")
     return replace(
         run,
         spec=parse_printed_spec(arguments, run.window.global_batch_size),

@@ -5,12 +5,11 @@ from __future__ import annotations
 import difflib
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from parakit.config import settings
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags
 from parakit.config.hardware import device_by_key
@@ -24,6 +23,7 @@ from parakit.config.strategy import (
     count_devices,
     parse_strategy,
 )
+from parakit.config.variable_groups import PLAN
 from parakit.costs import find_violations, host_bytes
 from parakit.formatting.presented import Presented
 from parakit.formatting.svg import svg_figure
@@ -41,7 +41,13 @@ from parakit.planner.request import (
     refuse_imbalance,
 )
 from parakit.planner.search import Candidate, Request, evaluate_configuration
-from parakit.planner.show import encode_candidate, encode_ignored_flags, plan_command, print_ignored
+from parakit.planner.show import (
+    encode_candidate,
+    encode_ignored_flags,
+    plan_command,
+    print_ignored,
+    print_missing_file,
+)
 from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import Fit, explain_close_fit
 
@@ -176,7 +182,7 @@ def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
     Raises:
         RequestError: A word of the text sets no variable of `make plan`; the message has a similar name.
     """
-    known = {f.name.upper() for f in fields(PlanOptions)} - _NOT_COMPARED
+    known = {setting.name: setting for setting in PLAN if setting.name not in _NOT_COMPARED}
     changed: dict[str, Any] = {}
     if "STRATEGY=" in text or "GPUS=" in text:
         changed["gpus"] = None
@@ -191,10 +197,7 @@ def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
                 raise RequestError(
                     f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}"
                 )
-            is_text = name == "EXTRA"
-            changed[name.lower()] = (
-                value if is_text else parse_setting(getattr(settings, name), value)
-            )
+            changed[name.lower()] = parse_setting(known[name], value)
         except SettingError as error:
             raise RequestError(f"WHAT_IF: {error}") from None
     return replace(options, **changed)
@@ -235,6 +238,7 @@ def print_timed_strategies(strategies: Sequence[TimedStrategy], console: Console
         console.print(f"The second trains {ratio:.2f} times as fast.", highlight=False)
     print_ignored(first.ignored_flags, console)
     console.print(rich_table(_build_breakdown(strategies), console.width))
+    print_missing_file(first.request.model, console)
     say(console, plan_command(first.request, first.candidate.spec))
 
 

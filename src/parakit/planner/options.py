@@ -6,7 +6,9 @@ from argparse import Namespace
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+from parakit.config import settings
 from parakit.config.recompute import Recompute
+from parakit.config.variable_groups import PLAN_GPU
 
 
 class RequestError(ValueError):
@@ -15,10 +17,10 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of `plan`, by the variables' names in small letters. None means that an option was not given."""
+    """Options of `plan`: the values of the variables `PLAN`, by their names in small letters. None means "not set"."""
 
     model: str = ""
-    gpu: str = "h200"
+    gpu: str = PLAN_GPU.default
     gpus: int | None = None
     nodes: int | None = None
     gpus_per_node: int | None = None
@@ -45,11 +47,11 @@ class PlanOptions:
     recompute: Recompute | None = None
     strategy: str | None = None
     what_if: str | None = None
-    verify: int = 0
-    alpa: bool = False
-    largest: bool = False
+    verify: int = settings.VERIFY.default
+    alpa: bool = settings.ALPA.default
+    largest: bool = settings.LARGEST.default
     svg: Path | None = None
-    json: bool = False
+    json: bool = settings.JSON.default
 
 
 def plan_options(arguments: Namespace) -> PlanOptions:

@@ -15,7 +15,6 @@ from parakit.config.model import (
     Model,
     ModelShape,
     apply_flags_to_model,
-    find_model,
     training_flags,
 )
 from parakit.config.run import DeviceKind, RunSpec, adapt_to_cpu_ranks, spec_from_flags
@@ -25,6 +24,7 @@ from parakit.formatting.units import plural
 from parakit.planner.calibration import calibrate_from_stated_products, load_calibration
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.readings.local_readings import load_own_runs
+from parakit.planner.readings.models import find_planned_model
 from parakit.planner.readings.reading_to_spec import parse_execution
 from parakit.planner.search import Request
 from parakit.planner.time.cluster import Cluster
@@ -43,7 +43,9 @@ def build_request(options: PlanOptions) -> Request:
         MeasurementsError: The file of the user's own measurements is no table.
     """
     extra = _parse_extra(options.extra)
-    model = apply_flags_to_model(find_model(options.model), extra, flags_planned_as("counted"))
+    model = apply_flags_to_model(
+        find_planned_model(options.model), extra, flags_planned_as("counted")
+    )
     refuse_misspelled_flags((*model.flags, *extra))
     blocks = model.shape.blocks
     if LINEAR in blocks:
@@ -153,7 +155,7 @@ def parse_stated_expert_tensor(options: PlanOptions) -> int:
     Raises:
         RequestError: The model is dense, or the degree is below 1.
     """
-    model = find_model(options.model)
+    model = find_planned_model(options.model)
     return parse_expert_tensor(Flags(merge_flags(model.flags, _parse_extra(options.extra))), model)
 
 

@@ -34,6 +34,7 @@ from parakit.planner.advice import (
     name_bottleneck,
     tie_sentence,
 )
+from parakit.planner.readings.models import has_no_file
 from parakit.planner.request import EXPERT_TENSOR, explain_ignored_flag, list_ignored_flags
 from parakit.planner.search import (
     Candidate,
@@ -237,6 +238,7 @@ def print_command(plan: Plan, console: Console) -> None:
     difference = trained_vocabulary_sentence(winner.spec)
     if difference:
         console.print(difference, style="bold yellow", highlight=False)
+    print_missing_file(plan.request.model, console)
     console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
 
 
@@ -319,10 +321,29 @@ def print_ignored(flags: Sequence[str], console: Console) -> None:
 
 
 def plan_command(request: Request, spec: RunSpec) -> str:
-    """Return the command that trains a configuration; for a model from a file, with the file's path."""
-    source = request.model.source
+    """Return the command that trains a configuration; for a model from a file, with the file's path.
+
+    The file of a model that only published measurements describe is one that the user has to write (`missing_file`).
+    """
+    source = request.model.source or missing_file(request.model)
     model = f" MODEL={shlex.quote(source)}" if source else ""
     return make_command(request.model, spec, request.extra) + model
+
+
+def missing_file(model: Model) -> str:
+    """Return the file to write for a model that only published measurements describe; else an empty text."""
+    return f"{model.name}.args" if has_no_file(model) else ""
+
+
+def print_missing_file(model: Model, console: Console) -> None:
+    """Print the content of the file that training needs and that does not exist (`missing_file`); else nothing."""
+    file = missing_file(model)
+    if file:
+        console.print(
+            f"Published measurements describe {model.name}, and the kit has no file of it. To train it, write "
+            f"these flags to {file}: {shlex.join(model.flags)}",
+            highlight=False,
+        )
 
 
 def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:

@@ -83,6 +83,17 @@ def test_commits_of_the_fork_count_as_changes(checkout: Path) -> None:
     assert nearest(checkout) == [f"{ROPE}:2"]
 
 
+def test_commits_of_a_release_do_not_count_as_changes(checkout: Path) -> None:
+    git(checkout, "branch", "upstream/main")
+    git(checkout, "checkout", "-b", "release")
+    replace_text(checkout, ATTENTION, "rotate(query)", "rotate(query) + 0")
+    git(checkout, "commit", "--all", "-m", "release")
+    git(checkout, "tag", "core_v0.19.0")
+    replace_text(checkout, ROPE, "cosine = 1", "cosine = 2")
+    git(checkout, "commit", "--all", "-m", "fork")
+    assert nearest(checkout) == [f"{ROPE}:2"]
+
+
 def test_a_checkout_without_changes_or_without_git_names_nothing(
     checkout: Path, tmp_path: Path
 ) -> None:

@@ -37,7 +37,7 @@ def test_a_spike_stays_in_a_thinned_curve():
 )
 def test_both_states_of_an_alternating_run_stay(thinned):
     values = [100.0, 130.0] * 4000
-    kept = [values[place] for place in thinned(values)]
+    kept = [values[index] for index in thinned(values)]
     assert 0.4 < kept.count(100.0) / len(kept) < 0.6
 
 
@@ -47,9 +47,9 @@ def test_what_is_short_stays_whole():
 
 def test_curves_are_of_the_newest_run_and_what_never_changes_is_left_out(tmp_path):
     write_run(tmp_path, run_record("a"), log_text([400.0, 100.0, 101.0, 102.0]))
-    found = plots(tmp_path)
-    assert list(found) == ["times", "losses"]
-    (series,) = found["times"].series
+    plot_names = plots(tmp_path)
+    assert list(plot_names) == ["times", "losses"]
+    (series,) = plot_names["times"].series
     assert (series.x, series.y) == ([2, 3, 4], [100.0, 101.0, 102.0])
 
 
@@ -103,6 +103,29 @@ def test_many_rows_are_picked_and_the_picture_says_so(tmp_path):
     (argument,) = arguments_table(report, 9).cells
     assert argument[0] == "variant"
     assert argument[1].endswith("(1 rows) and 3 other values")
+
+
+def test_a_long_loss_curve_has_a_mean_and_a_short_one_has_none(tmp_path):
+    losses = [10.0 - n / 100 + (0.5 if n % 2 else -0.5) for n in range(200)]
+    write_run(tmp_path, run_record("a"), log_text([100.0] * 200, losses))
+    (series,) = plots(tmp_path)["losses"].series
+    assert len(series.means) == len(series.y)
+    middle = series.x.index(101)
+    assert series.means[middle] == pytest.approx(9.0, abs=0.06)
+    assert all(not curve.means for curve in plots(tmp_path)["times"].series)
+
+
+def test_a_broken_loss_differs_in_losses_and_not_in_millions_of_digits(tmp_path):
+    losses = [10.0 - n / 100 for n in range(20)]
+    for name, strategy, more in (("a", "baseline", 0.0), ("b", "dp2", 2.0)):
+        write_run(
+            tmp_path,
+            run_record(name, strategy),
+            log_text([100.0] * 20, [loss + more for loss in losses]),
+        )
+    plot = plots(tmp_path)["differences"]
+    assert plot.unit == "lm loss"
+    assert plot.series[0].y == pytest.approx([2.0] * len(plot.series[0].y))
 
 
 def test_text_of_a_log_cannot_end_the_script(tmp_path):

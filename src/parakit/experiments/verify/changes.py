@@ -20,7 +20,9 @@ MAX_CHANGES = 3
 MAX_IMPORT_DEPTH = 2
 """Most imports between the blamed file and a changed file. Changes farther away are left out."""
 _UPSTREAM_BRANCHES = ("upstream/main", "origin/main", "upstream/master", "origin/master")
-"""Branches that a fork may have started from, the most likely first."""
+"""Branches that a fork may have started from."""
+_RELEASE_TAGS = "core_v*"
+"""Pattern of the tags of Megatron's releases."""
 _HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
 
 
@@ -48,7 +50,8 @@ def list_nearest_changes(checkout: Path, source: str) -> tuple[ChangedLines, ...
     """Return the changes of a checkout that are nearest to a source line, the nearest first.
 
     Uncommitted changes count, and so do commits since the upstream branch (`GITHUB_BASE_REF` in a pull request's
-    workflow, else `upstream/main` or `origin/main`, where the clone has it). The line itself need not be changed.
+    workflow, `upstream/main` or `origin/main`) or since the release that the fork started from. The blamed line itself
+    need not be changed.
 
     Args:
         checkout: Root of the Megatron checkout.
@@ -90,14 +93,27 @@ def _list_changes(checkout: Path) -> list[ChangedLines]:
 
 
 def _find_fork_point(checkout: Path) -> str:
-    """Return the commit that a checkout's changes are compared with; `HEAD` if no upstream branch is known."""
+    """Return the commit that a checkout's changes are compared with; `HEAD` if the clone knows no upstream commit.
+
+    It is the latest ancestor of `HEAD` that is on an upstream branch or tagged as a release: a fork may start from
+    a release, whose own commits are not on the main branch.
+    """
     pull_request_branch = os.environ.get("GITHUB_BASE_REF")
     branches = (f"origin/{pull_request_branch}",) if pull_request_branch else ()
-    for branch in (*branches, *_UPSTREAM_BRANCHES):
-        fork_point = _run_git(checkout, "merge-base", "HEAD", branch).strip()
-        if fork_point:
-            return fork_point
-    return "HEAD"
+    candidates = [
+        _run_git(checkout, "merge-base", "HEAD", branch).strip()
+        for branch in (*branches, *_UPSTREAM_BRANCHES)
+    ]
+    release = ("describe", "--tags", "--abbrev=0", "--match", _RELEASE_TAGS)
+    candidates.append(_run_git(checkout, *release, "HEAD").strip())
+    commits_by_candidate = {
+        candidate: int(_run_git(checkout, "rev-list", "--count", f"{candidate}..HEAD") or 0)
+        for candidate in candidates
+        if candidate
+    }
+    return min(
+        commits_by_candidate, key=lambda candidate: commits_by_candidate[candidate], default="HEAD"
+    )
 
 
 def _run_git(checkout: Path, *arguments: str) -> str:

@@ -17,6 +17,7 @@ from parakit.artifacts.run import Status, StatusRecord
 from parakit.cluster import free_files
 from parakit.config.files import relative_to_root
 from parakit.formatting.units import gib
+from parakit.hang import find_slow_rank
 from parakit.launch.background import BackgroundThread
 from parakit.launch.supervise.hang import (
     EndedRunError,
@@ -259,10 +260,15 @@ def write_final_status(folder: Path, status: StatusRecord, wall_seconds: float) 
 def format_outcome(folder: Path, status: StatusRecord) -> str:
     """Return a line with the run's status, duration, reason and folder.
 
-    A second line names the command that resumes a failed run, if the run saved a checkpoint.
+    A run that ended well has a reason if one of its ranks slows the iterations down. A second line names the
+    command that resumes a failed run, if the run saved a checkpoint.
     """
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
-    reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
+    reason = status.reason
+    if status.status is Status.OK:
+        slow_rank = find_slow_rank(folder)
+        reason = slow_rank.sentence if slow_rank else ""
+    reason = f": {reason}" if reason else ""
     line = f"{status.status} after {seconds}{reason} → {relative_to_root(folder)}"
     if status.status is Status.OK:
         return line

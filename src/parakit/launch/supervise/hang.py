@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from parakit.artifacts.run import (
+    ASKED_FILE,
     CALLS_SUFFIX,
     HANG_REASON_PREFIX,
     LOG_FILE,
@@ -120,11 +121,15 @@ def find_awaited_ranks(folder: Path) -> HangVerdict | None:
 def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[int]:
     """Ask every rank of this machine for its stacks, and wait until they are written or the time is over.
 
+    The time of the request is written to ASKED_FILE, because the signal ends some waits in C code: a rank that
+    hung there continues, and makes calls that it would not have made.
+
     Returns:
         The ranks that a signal had stopped (SIGSTOP). They are continued, because they could not answer.
     """
     stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
     deadline = time.monotonic() + STACK_SECONDS
+    asked_ns, is_answered = time.time_ns(), False
     # Once a stopped process is continued, the ranks that waited for it continue too. So it is asked last,
     # when the stacks of the waiting ranks are written.
     for asked_ranks in (ranks.keys() - stopped, stopped):
@@ -139,6 +144,10 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
             # after this call.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+            is_answered = True
+    asked_file = stacks / ASKED_FILE
+    if is_answered and not asked_file.exists():
+        asked_file.write_text(str(asked_ns))
     return stopped
 
 

@@ -209,17 +209,23 @@ class BarLine(LineFormat):
         if last_part and _UNCLOSED.match(line[last_part:stop]):
             line, stop = f"{line[:stop]}|", stop + 1
         parts = []
+        names: set[str] = set()
         num_extra = 0
         while (bar := line.find("|", start, stop)) >= 0:
             colon = line.rfind(":", start, bar)
+            if colon < 0:  # ALCF's Megatron-DeepSpeed writes `name=value`.
+                colon = line.rfind("=", start, bar)
             if colon >= 0:
                 part = self._read_part(line[start:colon], line[colon + 1 : bar], colon + 1)
+                if part.field in names:
+                    # The end of another line, into which this one was written.
+                    part = LineField("", None, colon + 1, bar)
+                names.add(part.field)
                 num_extra += part.field.startswith(EXTRA_METRIC_PREFIX)
                 if num_extra > _MAX_OTHER:
                     part = LineField("", None, colon + 1, bar)
                 parts.append(part)
             start = bar + 1
-        names = {part.field for part in parts}
         if "lm_loss" not in names and not are_policy_metrics(names):
             other_name = EXTRA_METRIC_PREFIX + _IN_PLACE_OF_LM_LOSS
             parts = [

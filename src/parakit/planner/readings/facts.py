@@ -91,10 +91,17 @@ def model_facts(model: str) -> dict[str, Any]:
 
     The entry is the one with the longest name with which the model's name begins.
     """
-    name = model.lower().replace("_", "-").replace("llama-", "llama").replace("llama31", "llama3.1")
-    models = _read_facts("models")
+    name = re.sub("^llama-", "llama", model.lower().replace("_", "-")).replace(
+        "llama31", "llama3.1"
+    )
+    models = model_entries()
     matches = [key for key in models if name.startswith(key)]
     return models[max(matches, key=len)] if matches else {}
+
+
+def model_entries() -> dict[str, dict[str, Any]]:
+    """Return the entries of `models.yaml`, by name."""
+    return _read_facts("models")
 
 
 def _read_source(source: str) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
         raise RefusedError(f"its flags cannot be read: {error}") from None
     golden = _CASE.search(measurement.where)
     case = _read_cases().get(golden[1], "").split() if golden and not own_flags else []
-    complete = _complete_measurement(measurement, source)
+    complete = complete_measurement(measurement, source)
     if case:
         spec, execution = _golden_spec(measurement, case), parse_execution(Flags(case))
     elif own_flags:
@@ -217,7 +217,7 @@ def _read_cases() -> dict[str, str]:
     return dict(json.loads(gzip.decompress(packed)))
 
 
-def _complete_measurement(
+def complete_measurement(
     measurement: PublishedMeasurement, source: dict[str, Any]
 ) -> PublishedMeasurement:
     """Return the measurement with missing sizes filled in from the facts about its model.
@@ -269,7 +269,7 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
     Raises:
         RefusedError: The columns state too little or contradict one another.
     """
-    shape, facts = _build_shape(measurement, source), model_facts(measurement.model)
+    shape, facts = build_shape(measurement, source), model_facts(measurement.model)
     parallelism, batch = _stated_strategy(measurement, source)
     groups, groups_per_token = source.get("groups") or facts.get("groups", (1, 1))
     capacity = source["capacity"] or None
@@ -343,7 +343,7 @@ def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
     return even_layout(shape.layers, stages) if shape.layers % stages else EVEN_SPLIT
 
 
-def _build_shape(measurement: PublishedMeasurement, source: dict[str, Any]) -> ModelShape:
+def build_shape(measurement: PublishedMeasurement, source: dict[str, Any]) -> ModelShape:
     """Return the model of a measurement from its columns and the facts about the model.
 
     Raises:

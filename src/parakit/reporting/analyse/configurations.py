@@ -11,13 +11,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.identity import TrainingIdentity, identify_run, identify_training
+from parakit.artifacts.identity import (
+    TrainingIdentity,
+    essential_arguments,
+    identify_run,
+    identify_training,
+)
 from parakit.artifacts.run import RunRecord
 from parakit.config.offload import offload_flags
 from parakit.config.run import RunSpec
 from parakit.config.strategy import EXAMPLE_STRATEGIES
 from parakit.formatting.units import bit_rate
 from parakit.logs import Run
+from parakit.reporting.analyse.arguments import find_differing_arguments
 from parakit.reporting.analyse.disturbance import why_disturbed
 from parakit.reporting.analyse.statistics import (
     ON_CPU_RANKS,
@@ -283,7 +289,10 @@ def describe_patch_file(spec: RunSpec | None) -> str:
 
 
 def _distinguishing_suffixes(runs: Sequence[Run]) -> list[str]:
-    """Return a distinct text per run: the first property that differs, several, or the runs' names."""
+    """Return a distinct text per run: the first property that differs, several, arguments, or the runs' names.
+
+    Arguments distinguish runs of the kit only. Logs are known by their files.
+    """
     for describe in _DISTINCTIONS:
         texts = [describe(run) for run in runs]
         if len(set(texts)) == len(texts) and all(texts):
@@ -294,7 +303,35 @@ def _distinguishing_suffixes(runs: Sequence[Run]) -> list[str]:
     ]
     if len(set(joined_texts)) == len(joined_texts) and all(joined_texts):
         return joined_texts
+    argument_texts = _describe_differing_arguments(runs)
+    if len(set(argument_texts)) == len(runs):
+        return argument_texts
     return [run.name for run in runs]
+
+
+_MAX_ARGUMENTS = 3
+"""Arguments in a label, beyond which it would be longer than the name of the run's folder."""
+
+
+def _describe_differing_arguments(runs: Sequence[Run]) -> list[str]:
+    """Return the differing arguments of each run, such as `lr 0.001`; empty if there are none or too many.
+
+    The result is also empty if one of the runs is a foreign log.
+    """
+    if any(run.is_foreign for run in runs):
+        return []
+    differing = find_differing_arguments([essential_arguments(run.arguments) for run in runs])
+    if not 0 < len(differing) <= _MAX_ARGUMENTS:
+        return []
+    texts = []
+    for index in range(len(runs)):
+        values = {name: values[index] for name, values in differing.items()}
+        texts.append(
+            ", ".join(
+                f"{name.replace('_', '-')} {value or 'not given'}" for name, value in values.items()
+            )
+        )
+    return texts
 
 
 def _describe_spec(describe: Callable[[RunSpec], str]) -> Callable[[Run], str]:

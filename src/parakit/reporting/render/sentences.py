@@ -60,6 +60,12 @@ def write_sentences(report: Report) -> list[str]:
     ]
     texts += _limit_sentences(within, "changes within runs are in the notes of their rows.")
     texts += _power_sentences(report)
+    doubts = [
+        f"TFLOP/s of {entry.label} are doubtful: {entry.rates.model_doubt}."
+        for entry in entries
+        if entry.rates.model_doubt and entry.rates.model_tflops_per_device is not None
+    ]
+    texts += _limit_sentences(doubts, "rows with doubtful TFLOP/s have it in their notes.")
     texts += [
         f"Repeats of {entry.label} disagree: {describe_disagreement(entry)}."
         for entry in entries
@@ -204,8 +210,9 @@ def _power_sentences(report: Report) -> list[str]:
         )
     scatters = [e.scatter for e in estimates if e.degrees_of_freedom is None]
     for scatter in dict.fromkeys(scatters):
-        with_one_run = smallest_visible_difference(1, scatter.assumed)
-        with_three_runs = smallest_visible_difference(3, scatter.typical)
+        freedom = scatter.degrees_of_freedom
+        with_one_run = smallest_visible_difference(1, scatter.assumed, freedom)
+        with_three_runs = smallest_visible_difference(3, scatter.typical, freedom)
         texts.append(
             f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
             f" ({scatter.source}). With one run each, a difference below {with_one_run:.1%} cannot be"
@@ -362,7 +369,10 @@ def _verdict_text(
     if comparison.per_device_token:
         unit = "device time per token"
     if judged.verdict is TimeVerdict.NOISE:
-        text = f"{entry.label} is within noise of {reference.label}: {describe_ratio(judged.ratio)}"
+        verdict = "is within noise of"
+        if judged.is_undecidable:
+            verdict = "cannot be told from"
+        text = f"{entry.label} {verdict} {reference.label}: {describe_ratio(judged.ratio)}"
         text += f" {unit}{_describe_interval(judged)}"
     else:
         text = f"{entry.label} {describe_time_ratio(judged, unit, reference.label)}"
@@ -372,6 +382,8 @@ def _verdict_text(
         text += f"; alone that would be a difference, among {judged.among} comparisons it is none (Holm)"
     elif judged.verdict is TimeVerdict.NOISE and judged.resolution:
         text += f"; {judged.resolution}"
+    if judged.is_undecidable:
+        text += "; undecidable with a single run on one side: repeat it"
     return text
 
 
@@ -462,6 +474,7 @@ def _parity_sentences(report: Report) -> list[str]:
     texts = [held] if held else []
     texts += broken_parity_sentences(report)
     texts += unjudged_parity_sentences(report)
+    texts += _last_loss_sentences(report)
     for entry in report.entries:
         if entry.parity.repeats_differ:
             texts.append(f"{entry.label}: {entry.parity.repeats_differ}.")
@@ -474,6 +487,22 @@ def _parity_sentences(report: Report) -> list[str]:
             f"Losses of {join_first_names(labels)} are not compared with baseline: {reason}."
         )
     return texts
+
+
+def _last_loss_sentences(report: Report) -> list[str]:
+    """Return the losses of rows that did the same work as their reference, and need not agree with it."""
+    texts = []
+    for entry in report.entries:
+        losses = entry.parity.last_losses
+        if losses is None:
+            continue
+        reference = _name_references([entry], report)
+        texts.append(
+            f"After {plural(losses.iteration, 'iteration')} the loss of {entry.label} is"
+            f" {losses.loss:.3f}, against {losses.reference_loss:.3f} of {reference}"
+            f" ({entry.parity.reason})."
+        )
+    return _limit_sentences(texts, "losses of other settings are in results.json.")
 
 
 def held_parity_sentence(report: Report) -> str:

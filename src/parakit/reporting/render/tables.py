@@ -7,7 +7,7 @@ and a terminal has those that fit, the most important first. `why` of a column i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -17,7 +17,12 @@ from parakit.formatting.units import DASH, bracketed, count, interval, loss, num
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import ArgumentDifference, Report
 from parakit.reporting.analyse.results import describe_other_attempts, write_row_notes
-from parakit.reporting.analyse.statistics import Estimate, TimeComparison, describe_ratio
+from parakit.reporting.analyse.statistics import (
+    Estimate,
+    TimeComparison,
+    describe_ratio,
+    describe_speed,
+)
 
 _MAX_VALUES = 12
 """Largest number of rows whose arguments get a column each; in larger reports values are counted."""
@@ -27,11 +32,11 @@ _STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim", "runn
 
 
 def format_ratio(comparison: TimeComparison) -> str:
-    """Return a comparison for a table, such as `24% more` or `within noise (1.2% less)`."""
+    """Return a comparison for a table, such as `24% more`, `within noise (1.2% less)` or `1.56 times as fast`."""
     ratio = describe_ratio(comparison.ratio)
     if comparison.verdict.is_clear:
-        return ratio
-    return f"{comparison.verdict} ({ratio})"
+        return describe_speed(comparison.ratio) or ratio
+    return f"{comparison.outcome} ({ratio})"
 
 
 def format_speed(entry: Entry) -> str:
@@ -74,6 +79,19 @@ def _printed_throughput(entry: Entry) -> tuple[float, str] | None:
     rate, factor = entry.rates.printed_tflops_per_device, entry.rates.printed_over_counted
     factor_text = f" (×{factor:.3g})" if factor else ""
     return None if rate is None else (rate, number(rate) + factor_text)
+
+
+def _doubtful(
+    value: Callable[[Entry], float | None], shape: Callable[[float], str]
+) -> Callable[[Entry], tuple[float, str] | None]:
+    """Return a column's function: a rate of the model and its text, with a question mark if the model is doubtful."""
+
+    def describe(entry: Entry) -> tuple[float, str] | None:
+        rate = value(entry)
+        mark = " ?" if entry.rates.model_doubt else ""
+        return None if rate is None else (rate, shape(rate) + mark)
+
+    return describe
 
 
 _NO_MODEL = "no time, or no model that a rate follows from"
@@ -151,17 +169,30 @@ _MEMORY = Column[Entry](
     "Peak memory", lambda e: e.peak_bytes, size, why="neither a ledger nor a memory line"
 )
 _SENT = Column[Entry]("Sent/iteration", lambda e: e.sent_bytes, size, why="no communication ledger")
-_MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_why_no_mfu)
+_MFU = Column[Entry](
+    "MFU", _doubtful(lambda e: e.rates.mfu, percent), itemgetter(1), why=_why_no_mfu
+)
 _PUBLISHED = Column[Entry](
     "Published ms", _published_time, itemgetter(1), why="nothing of this model and strategy"
 )
 _NOTES = Column[Entry]("Notes", write_row_notes, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, value=lambda e: e.parity.verdict)
 
+
+def _count_devices(entry: Entry) -> int | None:
+    """Return the number of devices or CPU ranks of a row; None if it is unknown."""
+    return entry.spec.parallelism.world_size if entry.spec else entry.run.num_devices
+
+
 _PAGE_COLUMNS = (
     _LABEL,
     _MODEL,
     _DEVICE,
+    Column[Entry]("Devices", _count_devices, count, why="the log does not state it"),
+    Column[Entry](
+        "Batch", lambda e: e.run.global_batch_size, count, why="the log does not state it"
+    ),
+    Column[Entry]("Sequence", lambda e: e.run.seq_length, count, why="the log does not state it"),
     _STATUS,
     _TIME,
     _INTERVAL,
@@ -180,11 +211,14 @@ _PAGE_COLUMNS = (
         why=_why_no_tokens,
     ),
     Column[Entry](
-        "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=_NO_MODEL
+        "TFLOP/s/device",
+        _doubtful(lambda e: e.rates.model_tflops_per_device, number),
+        itemgetter(1),
+        why=_NO_MODEL,
     ),
     Column[Entry]("Printed TFLOP/s", _printed_throughput, itemgetter(1), why="no line has it"),
     _MFU,
-    Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_why_no_mfu),
+    Column[Entry]("HFU", _doubtful(lambda e: e.rates.hfu, percent), itemgetter(1), why=_why_no_mfu),
     _PUBLISHED,
 )
 

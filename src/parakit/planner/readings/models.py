@@ -1,0 +1,128 @@
+"""Models of published measurements as models to plan with: names of `models.yaml` that no `.args` file has."""
+
+from __future__ import annotations
+
+import difflib
+from functools import cache
+
+from parakit.config.flags import format_fields_as_flags, format_flags
+from parakit.config.model import (
+    Model,
+    ModelShape,
+    UnknownModelError,
+    find_model,
+    is_model_file,
+    model_from_flags,
+    model_names,
+)
+from parakit.planner.readings.facts import model_entries, model_facts, source_facts
+from parakit.planner.readings.reading_to_spec import (
+    RefusedError,
+    build_shape,
+    complete_measurement,
+)
+from parakit.planner.readings.table import PublishedMeasurement
+
+_LOSS_COEFFICIENT = 0.001
+"""Weight of the loss that balances experts. Any weight above 0 computes as much."""
+
+SEQUENCE_LENGTH = 4096
+"""Tokens per sample of these models unless SEQ= is set: most of their published runs have so many."""
+
+
+def find_planned_model(text: str) -> Model:
+    """Return the model with this name or in this file. The kit's models come before those of published measurements.
+
+    Raises:
+        UnknownModelError: There is no such model, or the planner has no formulas for its layers.
+        ValueError: The file does not define a shape.
+    """
+    if is_model_file(text) or text not in published_model_names():
+        _suggest_published_name(text)
+        return find_model(text)
+    try:
+        return find_model(text)
+    except UnknownModelError:
+        return build_published_model(text)
+
+
+def published_model_names() -> tuple[str, ...]:
+    """Return the names of `models.yaml` that state a model's sizes, or why it is not planned.
+
+    A name that `model_facts` takes for another entry's is left out.
+    """
+    sizes = ({"layers", "hidden", "heads"}, {"blocks"}, {"refused"})
+    return tuple(
+        name
+        for name, facts in model_entries().items()
+        if any(size <= facts.keys() for size in sizes) and model_facts(name) == facts
+    )
+
+
+def has_no_file(model: Model) -> bool:
+    """Return True for a model that only published measurements describe, so that nothing can train it by its name."""
+    is_published = not model.source and model.name in published_model_names()
+    return is_published and model.name not in model_names()
+
+
+@cache
+def build_published_model(name: str) -> Model:
+    """Return the model of this name in `models.yaml`, with the Megatron flags that mean its shape.
+
+    Raises:
+        UnknownModelError: The file states why the model is not planned.
+    """
+    stated = PublishedMeasurement(0, "", "", 0.0, model=name, seq=SEQUENCE_LENGTH)
+    source = source_facts(stated)
+    try:
+        shape = build_shape(complete_measurement(stated, source), source)
+    except RefusedError as error:
+        raise UnknownModelError(
+            f"{error}, for which the planner has no formulas; plan another model."
+        ) from None
+    family = "moe" if shape.experts else "gpt3"
+    return model_from_flags(name, family, _shape_flags(shape, model_entries()[name]))
+
+
+def _shape_flags(shape: ModelShape, facts: dict[str, object]) -> tuple[str, ...]:
+    """Return the flags of Megatron that mean a shape of `models.yaml`."""
+    groups = facts.get("groups")
+    special_flags: dict[str, object] = {
+        "--max-position-embeddings": shape.seq_length,
+        "--position-embedding-type": "learned_absolute" if shape.positions else "rope",
+        "--group-query-attention": shape.query_groups != shape.heads,
+        "--swiglu": shape.gated,
+        "--normalization": "RMSNorm" if shape.rms_norm else "LayerNorm",
+        "--multi-latent-attention": shape.latent is not None,
+        "--bf16": True,
+    }
+    if shape.experts and shape.load_balancing:
+        special_flags["--moe-aux-loss-coeff"] = _LOSS_COEFFICIENT
+    if shape.window:
+        # Megatron does not count the token itself, and each n-th layer has no window.
+        special_flags["--window-size"] = f"{shape.window - 1},0"
+        special_flags["--window-attn-skip-freq"] = round(1 / (1 - shape.windowed_fraction))
+    flags = [*format_fields_as_flags(shape, "shape"), *format_flags(special_flags)]
+    if shape.latent:
+        flags += format_fields_as_flags(shape.latent, "latent")
+    if shape.dense_layers:
+        pattern = [int(layer not in shape.dense_layers) for layer in range(shape.layers)]
+        flags += ["--moe-layer-freq", str(pattern)]
+    if shape.blocks:
+        flags += ["--hybrid-layer-pattern", shape.blocks * shape.layers]
+    if shape.mamba:
+        flags += format_fields_as_flags(shape.mamba, "mamba")
+    if isinstance(groups, list):
+        number, chosen = map(str, groups)
+        flags += ["--moe-router-num-groups", number, "--moe-router-group-topk", chosen]
+    return tuple(flags)
+
+
+def _suggest_published_name(text: str) -> None:
+    """Raise an error if the name nearest to an unknown one is of a published model."""
+    if is_model_file(text):
+        return
+    planned = [name for name in published_model_names() if "refused" not in model_facts(name)]
+    near = difflib.get_close_matches(text, (*model_names(), *planned), n=1)
+    if near and near[0] not in model_names():
+        raise UnknownModelError(f"There is no model '{text}'; did you mean {near[0]}?")
