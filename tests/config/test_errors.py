@@ -25,8 +25,8 @@ def test_an_unknown_strategy_gets_at_most_three_strategies() -> None:
     for text in ("xp2", "foo", "tpp2"):
         with pytest.raises(StrategyError) as refusal:
             parse_strategy(text, 2)
-        words = str(refusal.value).replace("?", " ").replace(";", " ").split()
-        assert sum(name in words for name in EXAMPLE_STRATEGIES) <= 3
+        named = str(refusal.value).replace("?", " ").replace(";", " ").split()
+        assert sum(name in named for name in EXAMPLE_STRATEGIES) <= 3
 
 
 def test_an_unknown_gpu_without_similar_names_gets_the_file_that_lists_all() -> None:

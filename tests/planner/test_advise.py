@@ -95,13 +95,13 @@ def test_a_pipeline_with_fewer_micro_batches_than_stages_is_named(
     assert "Alone, at its best micro batch and schedule, " in screen
 
 
-@pytest.mark.parametrize("words", [(), ("--global-batch", "128")])
+@pytest.mark.parametrize("arguments", [(), ("--global-batch", "128")])
 def test_an_assumed_global_batch_is_named(
-    words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(("--model", "gpt2-large", "--gpus", "2", *words)) == 0
+    assert main(("--model", "gpt2-large", "--gpus", "2", *arguments)) == 0
     screen = " ".join(capsys.readouterr().out.split())
-    assert ("(by the model's file; GLOBAL_BATCH= sets another)" in screen) == (not words)
+    assert ("(by the model's file; GLOBAL_BATCH= sets another)" in screen) == (not arguments)
 
 
 def test_the_nearest_measurements_come_with_dtype_batch_and_source() -> None:

@@ -327,7 +327,7 @@ def _list_rank_pieces(
 
 @dataclass(frozen=True)
 class _JoiningRules:
-    """What a checkpoint's arguments determine about joining the tensors of its ranks."""
+    """Rules for joining the tensors of ranks, from a checkpoint's arguments."""
 
     tensor: int
     pipeline: int
