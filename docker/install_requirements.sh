@@ -2,7 +2,13 @@
 # The kit's packages beside the image's, which must come out as they went in.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export PIP_CONSTRAINT=${PIP_CONSTRAINT:-/etc/pip/constraint.txt} PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1
+export PIP_CONSTRAINT=${PIP_CONSTRAINT:-/etc/pip/constraint.txt}
+cache=/var/cache/kit # Mounted by BuildKit; an older builder has none.
+if [[ -d $cache ]]; then
+  export PIP_CACHE_DIR=$cache/pip UV_CACHE_DIR=$cache/uv UV_LINK_MODE=copy
+else
+  export PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1
+fi
 
 [[ -r $PIP_CONSTRAINT ]] || {
   echo "$PIP_CONSTRAINT is missing, so nothing would keep the image's own torch; use an NGC tag from" \

@@ -26,7 +26,7 @@ def freeze_imports() -> Iterator[None]:
 
 @contextmanager
 def name_entry_in_errors(entry: str) -> Iterator[None]:
-    """Put the entry's file name before a sentence with which the entry exits: 'file.py: error: …'.
+    """Put the entry's file name before the error message with which the entry exits: 'file.py: error: …'.
 
     argparse prints its errors in this form, and the reader of the log (`parakit.logs.failures`)
     looks for it. An exit with a number or None is left as it is.

@@ -162,8 +162,8 @@ def _replace(patch: Patch, replacement: Replacement, context: RuntimeContext) ->
 def modules_with_copy(original: Any, name: str, owner: ModuleType) -> list[ModuleType]:
     """Return the loaded modules of `owner`'s package that have imported `original` by this name.
 
-    `from module import name` makes a copy of the name, which a change of the module does not reach.
-    Modules of torch keep their copies: its patches concern what Megatron calls.
+    `from module import name` makes a copy of the name, which a change of the module does not reach. Modules of
+    torch are not returned, because the patches change only calls from Megatron.
     """
     package = owner.__name__.partition(".")[0]
     if package == "torch":

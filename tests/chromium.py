@@ -19,7 +19,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 def chromium(*arguments):
-    """What it prints, and the lines of the page's console."""
+    """Run Chromium and return its output and the lines of the page's console."""
     assert CHROMIUM, "CHROMIUM_REQUIRED is set and neither chromium nor google-chrome is on PATH"
     done = subprocess.run(
         [

@@ -38,13 +38,13 @@ def asks_for(item: pytest.Item, fixtures: set[str]) -> bool:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that look at real runs come last: the runs train while the others run."""
+    """Move tests of real runs to the end, because the runs train while other tests run."""
     items.sort(key=lambda item: asks_for(item, REAL_RUNS))
 
 
 @pytest.fixture
 def within_a_minute() -> Iterator[None]:
-    """Raises in a test that waits for more than a minute, as one that opens a pipe would for ever."""
+    """Fail a test after a minute. A test that opens a pipe could otherwise wait forever."""
 
     def give_up(*_: object) -> NoReturn:
         raise TimeoutError("The test waited for a minute.")
@@ -58,7 +58,7 @@ def within_a_minute() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def sample_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`…_text_document` of the sample data set, written by the kit's own command."""
+    """Return `…_text_document` of the sample data set, written by the kit's command."""
     from tools.preprocess.cli import main
 
     prefix = tmp_path_factory.mktemp("data") / "sample"
@@ -68,7 +68,7 @@ def sample_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_prefix(sample_prefix: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same in a small vocabulary, for what trains."""
+    """Return the sample data set in a small vocabulary, for tests that train."""
     from tests.small import folded
 
     return folded(sample_prefix, tmp_path_factory.mktemp("small"))
@@ -76,13 +76,13 @@ def small_prefix(sample_prefix: Path, tmp_path_factory: pytest.TempPathFactory) 
 
 @pytest.fixture(scope="session")
 def starting_weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Weights that all strategies start from, written once; runs folders link it as `.start`."""
+    """Return a folder for the shared initial weights, written once. Runs folders link it as `.start`."""
     return tmp_path_factory.mktemp("start")
 
 
 @pytest.fixture(scope="session", autouse=True)
 def shared_runs(request: pytest.FixtureRequest) -> Iterator[SharedRuns | None]:
-    """Real runs that several tests look at: begun with the first test, whichever it is."""
+    """Return the real runs that several tests need. They start with the first test of the session."""
     items = request.session.items
     if not any(asks_for(item, {"train", *REAL_RUNS}) for item in items):
         yield None
@@ -93,7 +93,7 @@ def shared_runs(request: pytest.FixtureRequest) -> Iterator[SharedRuns | None]:
     (runs / ".start").symlink_to(request.getfixturevalue("starting_weights"))
     looking = [item for item in items if asks_for(item, REAL_RUNS)]
     asked = {name for item in looking for name in getattr(item, "fixturenames", ())}
-    others = len(looking) < len(items)
-    shared = SharedRuns(asked, runs, request.getfixturevalue("small_prefix"), others)
+    others_exist = len(looking) < len(items)
+    shared = SharedRuns(asked, runs, request.getfixturevalue("small_prefix"), others_exist)
     yield shared
     shared.stop()

@@ -1,4 +1,4 @@
-"""What a command is given, from variables as make has them."""
+"""Arguments of commands from variables of make."""
 
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,13 +15,13 @@ from parakit.planner.options import PlanOptions, plan_options
 
 
 def given(target: str, variables: Mapping[str, str] = {}) -> Namespace:
-    """To `make TARGET VARIABLES`."""
+    """Return the arguments of `make TARGET VARIABLES`."""
     command = command_named(target)
     return parse_make_variables(target, command, variables)
 
 
 def command_named(target: str) -> Command:
-    """Return the command of a target and its variables; `bench NAME=soak` is one of its own."""
+    """Return the command of a target. `bench NAME=soak` is a separate command."""
     name, _, bench = target.partition(" NAME=")
     command = find_bench(bench) if name == "bench" else find_command(name.partition(" ")[0])
     assert command is not None
@@ -29,24 +29,24 @@ def command_named(target: str) -> Command:
 
 
 def run(target: str, variables: Mapping[str, str] = {}) -> int:
-    """`make TARGET VARIABLES`, whose refusals are raised."""
+    """Run `make TARGET VARIABLES` and return its exit code. Refusals are raised."""
     command = command_named(target)
     return call_handler(command, target, parse_make_variables(target, command, variables))
 
 
-def asked_of_plan(words: Sequence[str]) -> PlanOptions:
-    """What `python -m parakit plan WORDS` is asked for."""
+def asked_of_plan(arguments: Sequence[str]) -> PlanOptions:
+    """Return the options of `python -m parakit plan ARGUMENTS`."""
     command = find_command("plan")
     assert command is not None
-    return plan_options(parse_arguments(command, words, "plan"))
+    return plan_options(parse_arguments(command, arguments, "plan"))
 
 
 def read_of(known: Iterable[Setting], variables: Mapping[str, str]) -> Namespace:
-    """The values of some variables."""
+    """Return the parsed values of settings."""
     return Namespace(**parse_settings(known, variables), texts=dict(variables))
 
 
 def swept(variables: Mapping[str, str], options: Options = NO_OPTIONS) -> Experiment:
-    """What `make sweep VARIABLES` trains under further options."""
+    """Return the experiment of `make sweep VARIABLES` with further options."""
     axes = {name: text for name, text in variables.items() if name in AXES}
     return load_sweep(variables.get("NAME", SWEEP), options, axes)

@@ -1,4 +1,4 @@
-"""Stand-ins: a machine with two H200, and a `docker` on PATH that records what it is called with."""
+"""Fakes: a machine with two H200, and a `docker` on PATH that records its calls."""
 
 import json
 import os
@@ -30,7 +30,7 @@ sys.exit(answer.get("code", 0))
 
 @dataclass
 class FakeDocker:
-    """What the client was called with, and what it is to answer."""
+    """Recorded calls of the client, and its answers."""
 
     folder: Path
 
@@ -43,17 +43,17 @@ class FakeDocker:
 
     @property
     def calls(self) -> list[list[str]]:
-        """The arguments of every call, in order."""
+        """Arguments of every call, in order."""
         return [call["argv"] for call in self._recorded()]
 
     def call(self, verb: str) -> list[str]:
-        """The arguments of the last call of a verb."""
+        """Return the arguments of the last call of a verb."""
         return [argv for argv in self.calls if argv[0] == verb][-1]
 
     def environment(self, verb: str) -> dict[str, str]:
-        """What docker itself was given in its environment, in the last call of a verb."""
-        found = [call for call in self._recorded() if call["argv"][0] == verb][-1]
-        return dict(found["environment"])
+        """Return the environment of docker in the last call of a verb."""
+        last_call = [call for call in self._recorded() if call["argv"][0] == verb][-1]
+        return dict(last_call["environment"])
 
     def _recorded(self) -> list[dict[str, object]]:  # type: ignore[type-arg]
         path = self.folder / "calls.jsonl"
@@ -69,7 +69,7 @@ def megatron_parser() -> Iterator[MegatronParser]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _early_megatron_parser(request: pytest.FixtureRequest) -> None:
-    """If a test needs it, let it import Megatron while the first tests of this folder run."""
+    """Start importing Megatron while the first tests of this folder run, if a test needs it."""
     if any(
         "megatron_parser" in getattr(item, "fixturenames", ()) for item in request.session.items
     ):
@@ -78,7 +78,7 @@ def _early_megatron_parser(request: pytest.FixtureRequest) -> None:
 
 @pytest.fixture
 def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock is a second later: names are by the second, and nobody waits for it."""
+    """Advance the clock by a second per reading, so that names by the second differ without waiting."""
 
     class Clock(datetime):
         seconds = 0
@@ -93,7 +93,7 @@ def quick_clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
-    """A client whose engine has the NVIDIA runtime and the kit's image."""
+    """Provide a fake client whose engine has the NVIDIA runtime and the kit's image."""
     folder = tmp_path / "docker"
     folder.mkdir()
     client = folder / "docker"
@@ -110,13 +110,13 @@ def docker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeDocker:
 
 @pytest.fixture
 def two_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
-    """The published machine."""
+    """Simulate the published machine."""
     yield from machine_with(monkeypatch, FakeGpu(), FakeGpu())
 
 
 @pytest.fixture
 def bin_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A PATH with nothing but a shell's own programs and what a test adds: no NVIDIA, no Docker."""
+    """Set a PATH with only the shell's programs and those that a test adds, without NVIDIA and Docker."""
     folder = tmp_path / "bin"
     folder.mkdir()
     for name in ("sh", "cat", "env", "bash"):

@@ -1,4 +1,4 @@
-"""How long tests wait: enough for a machine ten times slower that is busy. Only a failure costs it."""
+"""Time limits of tests: enough for a busy machine that is ten times slower. Only failures take this long."""
 
 import time
 from collections.abc import Callable
@@ -10,10 +10,10 @@ OF_A_RUN = 600.0
 """Seconds for what takes real ranks up to half a minute."""
 
 
-def until[Answer](ask: Callable[[], Answer], what: str, seconds: float = PATIENCE) -> Answer:
-    """Ask again and again; the first answer that is one."""
+def until[Answer](ask: Callable[[], Answer], problem: str, seconds: float = PATIENCE) -> Answer:
+    """Call `ask` repeatedly and return its first true answer. Fail with `problem` after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (answer := ask()):
-        assert time.monotonic() < deadline, f"{what}: not in {seconds:.0f} s"
+        assert time.monotonic() < deadline, f"{problem}: not in {seconds:.0f} s"
         time.sleep(0.02)
     return answer

@@ -1,4 +1,4 @@
-"""A small vocabulary for what tests train: GPT-2's would take most of the time."""
+"""A small vocabulary for training in tests, because GPT-2's would take most of the time."""
 
 import hashlib
 import json
@@ -11,14 +11,14 @@ from parakit.data.indexed import DocumentIndex, bin_path, idx_path, manifest_pat
 from parakit.launch.data import write_small_vocabulary_dataset
 
 VOCABULARY = 1100
-"""Above the folded data's tokens; TP 2 pads it further than one rank does, as it does GPT-2's."""
+"""Vocabulary above the folded data's tokens. As for GPT-2's, TP 2 pads it further than a single rank does."""
 PADDED = 1152
-"""By one rank, to a multiple of 128."""
+"""Vocabulary padded by a single rank to a multiple of 128."""
 SMALL = ("--vocab-size", str(VOCABULARY))
 
 
 def folded(prefix: Path, folder: Path) -> Path:
-    """A data set in a small vocabulary, with a manifest that says so."""
+    """Write a data set in a small vocabulary, with a manifest that states the vocabulary."""
     small = folder / prefix.name
     write_small_vocabulary_dataset(prefix, small)
     manifest = json.loads(manifest_path(prefix).read_text())
@@ -29,7 +29,7 @@ def folded(prefix: Path, folder: Path) -> Path:
 
 
 def write_documents(prefix: Path, lengths: Sequence[int], first_token: int = 0) -> str:
-    """Write a data set of documents of so many tokens, which count up, without a manifest; its path."""
+    """Write a data set without a manifest and return its path. Its documents have so many, increasing tokens."""
     tokens = (first_token + np.arange(sum(lengths))) % VOCABULARY
     bin_path(prefix).write_bytes(tokens.astype(np.uint16).tobytes())
     index = DocumentIndex(np.array(lengths, np.int32), np.arange(len(lengths) + 1))

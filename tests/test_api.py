@@ -1,4 +1,4 @@
-"""The public Python API: what importing it loads, what each function returns, how values are shown."""
+"""The public Python API: modules loaded by its import, results of its functions, and display of values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LOG = ROOT / "tests/reporting/logs/megatron-0.19.0.log"
 
 
 def run_python(code: str, *options: str) -> str:
-    """Return what a Python process of its own prints."""
+    """Return the output of a separate Python process."""
     command = (sys.executable, *options, "-c", code)
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -38,7 +38,7 @@ def test_importing_the_package_loads_only_its_own_lazy_names() -> None:
 
 
 def test_every_public_name_is_a_function_after_every_submodule_is_imported() -> None:
-    """A submodule or package with the name of a public function would take its place."""
+    """A submodule or package with the name of a public function would replace the function."""
     answers = json.loads(run_python(CALL_EVERYTHING))
     assert sorted(answers) == sorted(parakit.__all__)
     assert answers == {
@@ -116,7 +116,7 @@ print(json.dumps({{
     ],
     ids=["plan", "estimate", "why_hang", "inspect_checkpoint"],
 )
-def test_a_value_as_data_is_what_the_command_prints_as_json(
+def test_value_as_data_equals_the_json_of_the_command(
     value: Any, command: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = value()
@@ -126,7 +126,7 @@ def test_a_value_as_data_is_what_the_command_prints_as_json(
     assert made._repr_html_().startswith("<pre")
 
 
-def test_logs_as_data_are_what_scrape_prints_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_logs_as_data_equal_the_json_of_scrape(capsys: pytest.CaptureFixture[str]) -> None:
     logs = parakit.read_logs([LOG])
     data = json.loads(json.dumps([log.to_dict() for log in logs]))
     assert data == printed_json(("report", "scrape", str(LOG)), capsys)
@@ -153,7 +153,7 @@ def test_a_plan_has_its_winner_and_a_row_per_strategy() -> None:
     assert "sp2dp4-zero1" in str(plan)
 
 
-def test_what_does_not_fit_says_where_it_does() -> None:
+def test_plan_that_does_not_fit_names_the_number_of_devices_that_does() -> None:
     with pytest.raises(NothingFitsError, match=r"does not fit on 2 H200 .* It fits on 32\.$"):
         parakit.plan("gpt3-175b", gpus=2)
 
@@ -181,7 +181,7 @@ def test_what_does_not_fit_says_where_it_does() -> None:
         (lambda: parakit.inspect_checkpoint("nowhere"), "nowhere is no folder"),
     ],
 )
-def test_a_refusal_is_a_value_error_in_the_words_of_python(call: Any, sentence: str) -> None:
+def test_refusal_is_a_value_error_that_names_python_arguments(call: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=r"^.+\S[.?]$|did you mean") as refusal:
         call()
     assert sentence in str(refusal.value)
@@ -197,11 +197,11 @@ def test_a_refusal_is_a_value_error_in_the_words_of_python(call: Any, sentence: 
         ("EXTRA cannot be split", "extra cannot be split"),
     ],
 )
-def test_variables_of_make_are_named_as_arguments(text: str, renamed: str) -> None:
+def test_make_variables_in_errors_are_named_as_arguments(text: str, renamed: str) -> None:
     assert name_arguments(text) == renamed
 
 
-def test_captures_that_are_not_there_are_not_comparable() -> None:
+def test_missing_captures_are_not_comparable() -> None:
     verdict = parakit.compare_captures("nowhere", "elsewhere")
     assert verdict.verdict is VerifyOutcome.NOT_COMPARABLE
     assert verdict.to_dict()["verdict"] == "not comparable"
@@ -209,7 +209,7 @@ def test_captures_that_are_not_there_are_not_comparable() -> None:
 
 
 class Page(PresentedTable):
-    """A value with markup of rich and of HTML in its text, and more lines than `repr` shows."""
+    """Value whose text contains markup of rich and HTML, and more lines than `repr` shows."""
 
     def show(self, console: Any) -> None:
         console.print("\n".join(["[bold]<b>&"] + ["line"] * 50), markup=False)
@@ -232,7 +232,7 @@ def test_a_notebook_shows_a_value_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "line" in Page()._repr_html_()
 
 
-def test_rows_become_a_frame_in_which_what_is_not_known_is_missing() -> None:
+def test_rows_become_a_data_frame_with_missing_values_for_unknown_ones() -> None:
     pytest.importorskip("pandas")
     frame = Page().to_pandas()
     assert list(frame.columns) == ["name", "seconds", "bytes"]

@@ -34,7 +34,7 @@ TORCH_MODULES = (
     "parakit.convert.hf.tensor_files",
     "parakit.launch.microbenchmark_rank",
 )
-"""Modules of the other packages that load torch: they compute with tensors, in processes of their own."""
+"""Modules of other packages that load torch, because they compute with tensors in separate processes."""
 
 
 @cache
@@ -120,7 +120,7 @@ def test_commands_load_no_torch() -> None:
 
 
 @pytest.mark.parametrize("module", TORCH_MODULES)
-def test_an_exception_is_one_that_loads_torch(module: str) -> None:
+def test_listed_exceptions_do_load_torch(module: str) -> None:
     tree = _tree((SOURCE / Path(*module.split("."))).with_suffix(".py"))
     statements = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
     imported = {name.split(".")[0] for node in statements for name in _imported_modules(node)}
@@ -150,7 +150,7 @@ def test_public_names_are_those_that_the_package_imports(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_public_name_is_the_name_of_a_submodule(package: str) -> None:
+def test_public_names_differ_from_names_of_submodules(package: str) -> None:
     """Importing the submodule would replace the name in the package."""
     if _typing_block(_tree(SOURCE / "parakit" / package / "__init__.py")) is not None:
         modules = {module.split(".")[2] for module in _modules_of(package) if "." in module[8:]}
@@ -193,7 +193,7 @@ def _names_imported(package: str, source: str) -> set[str]:
     return names
 
 
-def test_the_report_asks_the_planner_for_predictions_and_measurements_alone() -> None:
+def test_report_imports_only_predictions_and_measurements_from_the_planner() -> None:
     assert _names_imported("reporting", "planner") == {
         "MeasurementsError",
         "RecordedRun",
@@ -207,7 +207,7 @@ def test_the_report_asks_the_planner_for_predictions_and_measurements_alone() ->
     }
 
 
-def test_no_exception_is_made_from_an_import_contract() -> None:
+def test_import_contracts_have_no_exceptions() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert "ignore_imports" not in text
 

@@ -1,4 +1,4 @@
-"""Programs that tests start as text (`python -c`) import names that are there; a rename does not see them."""
+"""Programs that tests start as text (`python -c`) import existing names, which tools for renaming do not see."""
 
 import ast
 import re
@@ -66,7 +66,7 @@ def test_names_are_looked_up_in_the_source(module: str, name: str, there: bool) 
     assert _can_be_imported(module, name) is there
 
 
-def test_programs_in_strings_import_what_is_there() -> None:
+def test_programs_in_strings_import_existing_names() -> None:
     imports = [(file, *names) for file in FILES for names in _imports_in_strings(file)]
     assert imports
     missing = [

@@ -1,4 +1,4 @@
-"""tools/install.py: a uv that stands for the real one writes down what it was asked and given."""
+"""tools/install.py with a fake uv that records its arguments and environment."""
 
 import json
 import os
@@ -45,7 +45,7 @@ sys.exit(asked[-1].endswith("+cpu") and not {cpu})
 
 
 class Machine:
-    """A folder with a uv on PATH and a lock, where the installation runs."""
+    """Folder of the installation, with a lock and a uv on PATH."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, folder / "asked"
@@ -58,14 +58,14 @@ class Machine:
         program.chmod(0o755)
 
     def install(
-        self, words: Sequence[str] = ("requirements.txt",), **variables: str
+        self, arguments: Sequence[str] = ("requirements.txt",), **variables: str
     ) -> subprocess.CompletedProcess[str]:
         environment = {
             "PATH": f"{self.folder}:/usr/bin:/bin",
             "HOME": str(self.folder),
             **variables,
         }
-        command = (sys.executable, ROOT / "tools/install.py", *words)
+        command = (sys.executable, ROOT / "tools/install.py", *arguments)
         return subprocess.run(
             command, cwd=self.folder, env=environment, capture_output=True, text=True, check=False
         )
@@ -79,7 +79,7 @@ def machine(tmp_path: Path) -> Machine:
     return Machine(tmp_path)
 
 
-def test_ones_own_uv_installs_every_package_with_its_hashes(machine: Machine) -> None:
+def test_existing_uv_installs_every_package_with_its_hashes(machine: Machine) -> None:
     machine.uv()
     answer = machine.install()
     command, _ = machine.asked()[-1]
@@ -92,7 +92,7 @@ def test_ones_own_uv_installs_every_package_with_its_hashes(machine: Machine) ->
     assert "+ six" not in answer.stderr
 
 
-def test_uv_is_given_what_pip_is_configured_with(machine: Machine) -> None:
+def test_uv_gets_the_configuration_of_pip(machine: Machine) -> None:
     machine.uv()
     (machine.folder / "pip.conf").write_text(
         "[global]\nindex-url = https://a/simple\nextra-index-url = https://b/simple\n  https://c/simple\n"
@@ -101,8 +101,8 @@ def test_uv_is_given_what_pip_is_configured_with(machine: Machine) -> None:
     machine.install(
         PIP_CONFIG_FILE=str(machine.folder / "pip.conf"), PIP_CERT="/ca.pem", PIP_TIMEOUT="7"
     )
-    command, given = machine.asked()[-1]
-    assert given == {
+    command, passed = machine.asked()[-1]
+    assert passed == {
         "UV_DEFAULT_INDEX": "https://a/simple",
         "UV_INDEX": "https://b/simple https://c/simple",
         "UV_INDEX_STRATEGY": "unsafe-best-match",
@@ -114,13 +114,13 @@ def test_uv_is_given_what_pip_is_configured_with(machine: Machine) -> None:
     assert "--no-index" in command
 
 
-def test_what_is_set_for_uv_goes_before_what_is_set_for_pip(machine: Machine) -> None:
+def test_settings_for_uv_have_precedence_over_settings_for_pip(machine: Machine) -> None:
     machine.uv()
     machine.install(PIP_INDEX_URL="https://pip/simple", UV_DEFAULT_INDEX="https://uv/simple")
     assert machine.asked()[-1][1]["UV_DEFAULT_INDEX"] == "https://uv/simple"
 
 
-def test_where_uv_is_left_out_pip_installs_and_it_is_said(machine: Machine) -> None:
+def test_pip_installs_and_reports_it_if_uv_is_disabled(machine: Machine) -> None:
     machine.uv()
     answer = machine.install(
         INSTALLER="pip", PIP_NO_INDEX="1", PIP_FIND_LINKS="", PIP_CONFIG_FILE=os.devnull
@@ -130,13 +130,13 @@ def test_where_uv_is_left_out_pip_installs_and_it_is_said(machine: Machine) -> N
     assert "No matching distribution found for" in answer.stderr
 
 
-def test_an_uv_too_old_is_passed_over_and_one_that_cannot_be_had_is_named(machine: Machine) -> None:
+def test_old_uv_is_skipped_and_an_unavailable_uv_is_named(machine: Machine) -> None:
     machine.uv(version="0.1.2")
     tools = machine.folder / "kit/tools"
     tools.mkdir(parents=True)
     shutil.copy(ROOT / "tools/install.py", tools)
     (tools.parent / "requirements.txt").write_text("uv==0.13.9 --hash=sha256:00\n")
-    # An environment without pip stands for an index without uv.
+    # An environment without pip simulates an index without uv.
     bare = (sys.executable, "-m", "venv", "--without-pip", tools.parent / "venv")
     subprocess.run(bare, check=True)
     answer = subprocess.run(
@@ -152,7 +152,7 @@ def test_an_uv_too_old_is_passed_over_and_one_that_cannot_be_had_is_named(machin
     assert "No module named pip): pip installs" in answer.stderr.splitlines()[0]
 
 
-def test_without_a_gpu_torch_for_cpus_is_taken_where_an_index_has_it(
+def test_torch_for_cpus_is_installed_without_a_gpu_if_an_index_has_it(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(install, "torch_for_cpus_fits", lambda: True)
@@ -170,7 +170,7 @@ def test_without_a_gpu_torch_for_cpus_is_taken_where_an_index_has_it(
 BESIDE = ("--beside", "ngc.txt", "asked.in", "requirements.txt")
 
 
-def test_beside_other_packages_the_lock_holds_as_far_as_constraints_allow(machine: Machine) -> None:
+def test_lock_is_applied_as_far_as_constraints_of_other_packages_allow(machine: Machine) -> None:
     machine.uv(lacks=True)
     (machine.folder / "ngc.txt").write_text("six==1.16.0\n")
     answer = machine.install(BESIDE)
@@ -179,16 +179,18 @@ def test_beside_other_packages_the_lock_holds_as_far_as_constraints_allow(machin
     assert compiled[:3] == ["pip", "compile", "--python"]
     assert compiled[4:7] == ["asked.in", "--constraint", "six==1.16.0\n"]
     preferred = install.packages_of(compiled[8])
-    assert preferred[0] == f"six=={version('six')}"  # It is here, and stays if it will do.
+    assert (
+        preferred[0] == f"six=={version('six')}"
+    )  # This version is installed, and is kept if it satisfies the constraints.
     assert installed[4:7] == ["--no-deps", "--require-hashes", "--requirement"]
     assert installed[7] == "six==1.16.0 --hash=sha256:00"
     assert "  Not as in requirements.txt: six==1.16.0" in answer.stderr.splitlines()
 
 
-def test_where_nothing_is_lacking_no_index_is_asked(machine: Machine) -> None:
+def test_no_index_is_queried_if_no_package_is_missing(machine: Machine) -> None:
     machine.uv()
     (machine.folder / "ngc.txt").write_text("six\n")
     assert machine.install(BESIDE).returncode == 0
-    ((command, given),) = machine.asked()
+    ((command, passed),) = machine.asked()
     assert "--no-index" in command
-    assert given["UV_FIND_LINKS"] == ""
+    assert passed["UV_FIND_LINKS"] == ""

@@ -19,7 +19,7 @@ SHELLS_TOOLS = (
 
 @pytest.fixture
 def bare_kit(tmp_path: Path) -> Path:
-    """A clone with no .venv, and a PATH with the shell's own tools but no Python."""
+    """Return a clone without .venv, and a PATH with the shell's tools but without Python."""
     (tmp_path / "kit" / "tools").mkdir(parents=True)
     shutil.copy(ROOT / "tools" / "setup.sh", tmp_path / "kit" / "tools")
     shutil.copy(ROOT / "requirements.txt", tmp_path / "kit")
@@ -49,7 +49,7 @@ def set_up(kit: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess(begun.args, begun.returncode, out, complaint)
 
 
-def test_python_311_alone_is_refused_in_one_sentence(bare_kit: Path) -> None:
+def test_machine_with_only_python_311_is_refused_in_one_sentence(bare_kit: Path) -> None:
     fake_python(bare_kit / "bin/python3", "exit 1  # as 3.11 answers the version question")
     answer = set_up(bare_kit)
     assert answer.returncode == 1
@@ -58,14 +58,14 @@ def test_python_311_alone_is_refused_in_one_sentence(bare_kit: Path) -> None:
     assert not (bare_kit / "kit/.venv").exists()
 
 
-def test_a_shim_that_answers_not_found_is_passed_over_for_pyenvs_own(
+def test_failing_shim_is_skipped_for_an_interpreter_of_pyenv(
     bare_kit: Path,
 ) -> None:
     fake_python(
         bare_kit / "bin/python3.12", "echo 'pyenv: python3.12: command not found' >&2; exit 127"
     )
     log = bare_kit / "called"
-    # Stands for a fitting interpreter: answers the question, then shows that it was chosen.
+    # The fake interpreter answers the version check, then records that it was chosen.
     answers = "-c) exit 0;; --version) echo Python 3.12.1;;"
     body = f'case "$1" in {answers} *) echo "$@" >> {log}; exit 1;; esac'
     fake_python(bare_kit / "home/.pyenv/versions/3.12.1/bin/python", body)
@@ -90,7 +90,7 @@ INSTALLED = ["venv", "tools/install.py requirements.txt"]
 
 
 def installs(kit: Path, install: str = "exit 0") -> None:
-    """A Python on PATH that stands for CPython 3.12: what the installation does is given."""
+    """Put a fake CPython 3.12 on PATH, which installs with the given shell commands."""
     body = PYTHON_WITH_VENV.format(log=kit / "called", install=install)
     fake_python(kit / "bin/python3.12", body)
 
@@ -101,7 +101,7 @@ def called(kit: Path) -> list[str]:
     return lines
 
 
-def test_what_is_set_up_is_not_set_up_again(bare_kit: Path) -> None:
+def test_finished_setup_is_not_repeated(bare_kit: Path) -> None:
     installs(bare_kit)
     first = set_up(bare_kit)
     assert (first.returncode, called(bare_kit)) == (0, INSTALLED)
@@ -111,11 +111,11 @@ def test_what_is_set_up_is_not_set_up_again(bare_kit: Path) -> None:
     assert not (bare_kit / "called").exists()
 
 
-def test_an_environment_has_a_parakit_that_runs_the_clone_it_is_in(bare_kit: Path) -> None:
+def test_parakit_of_the_environment_runs_its_clone(bare_kit: Path) -> None:
     installs(bare_kit)
     set_up(bare_kit)
     environment = bare_kit / "kit/.venv"
-    (environment / "bin/parakit").unlink()  # As one that was set up before has it.
+    (environment / "bin/parakit").unlink()  # An environment that was set up before has this file.
     assert set_up(bare_kit).returncode == 0
     for name in ("src/parakit", "elsewhere/parakit"):
         package = bare_kit / "kit" / name
@@ -138,7 +138,7 @@ def test_an_environment_has_a_parakit_that_runs_the_clone_it_is_in(bare_kit: Pat
 
 
 @pytest.mark.parametrize("end", ["echo 'ERROR: no route'; exit 1", "kill -9 $(cat {pid})"])
-def test_nothing_of_an_unfinished_set_up_is_trusted(bare_kit: Path, end: str) -> None:
+def test_unfinished_setup_is_repeated(bare_kit: Path, end: str) -> None:
     installs(bare_kit)
     set_up(bare_kit)
     called(bare_kit)
@@ -146,7 +146,7 @@ def test_nothing_of_an_unfinished_set_up_is_trusted(bare_kit: Path, end: str) ->
     install = "touch {venv}/half; " + end
     setup = "echo $$ > {pid}; exec bash {kit}/tools/setup.sh"
     names = {"kit": bare_kit / "kit", "venv": bare_kit / "kit/.venv", "pid": bare_kit / "pid"}
-    # The old requirements' environment is brought to the new ones, and that ends half-way.
+    # The environment of old requirements is updated to new ones, and the update ends half-way.
     (bare_kit / "kit/.venv/bin/python").write_text(
         "#!/usr/bin/env bash"
         + PYTHON_WITH_VENV.format(log=bare_kit / "called", install=install.format(**names))
@@ -161,12 +161,14 @@ def test_nothing_of_an_unfinished_set_up_is_trusted(bare_kit: Path, end: str) ->
     assert cut.returncode != 0
     assert (bare_kit / "kit/.venv/half").exists()
     called(bare_kit)
-    shutil.copy(ROOT / "requirements.txt", bare_kit / "kit")  # What was installed whole before.
+    shutil.copy(
+        ROOT / "requirements.txt", bare_kit / "kit"
+    )  # These requirements were installed completely before.
     assert (set_up(bare_kit).returncode, called(bare_kit)) == (0, INSTALLED)
     assert not (bare_kit / "kit/.venv/half").exists()
 
 
-def test_a_failed_installation_says_what_to_do_after_the_installers_own_words(
+def test_failed_installation_is_reported_with_what_to_do_after_the_output_of_the_installer(
     bare_kit: Path,
 ) -> None:
     installs(bare_kit, install="echo 'error: no route' >&2; exit 1")
@@ -177,7 +179,7 @@ def test_a_failed_installation_says_what_to_do_after_the_installers_own_words(
     assert not (bare_kit / "kit/.venv/.requirements.sha256").exists()
 
 
-def test_an_environment_whose_python_is_gone_is_made_anew(bare_kit: Path) -> None:
+def test_environment_without_its_python_is_created_again(bare_kit: Path) -> None:
     installs(bare_kit)
     set_up(bare_kit)
     called(bare_kit)
@@ -188,7 +190,7 @@ def test_an_environment_whose_python_is_gone_is_made_anew(bare_kit: Path) -> Non
     assert "is gone: .venv is made anew" in answer.stderr
 
 
-def test_a_folder_that_is_no_environment_is_not_cleared(bare_kit: Path) -> None:
+def test_folder_that_is_no_environment_is_not_removed(bare_kit: Path) -> None:
     installs(bare_kit)
     (bare_kit / "kit/.venv").mkdir()
     (bare_kit / "kit/.venv/mine").touch()
@@ -198,7 +200,7 @@ def test_a_folder_that_is_no_environment_is_not_cleared(bare_kit: Path) -> None:
     assert (bare_kit / "kit/.venv/mine").exists()
 
 
-def test_an_environment_that_is_linked_is_never_cleared(bare_kit: Path) -> None:
+def test_linked_environment_is_never_removed(bare_kit: Path) -> None:
     installs(bare_kit)
     set_up(bare_kit)
     called(bare_kit)
@@ -219,8 +221,8 @@ def test_a_second_make_waits_for_the_first(bare_kit: Path) -> None:
     with begin_set_up(bare_kit) as second, ExitStack() as first:
         first.callback(os.close, folder)
         assert second.stderr is not None
-        said = second.stderr.readline()
-        assert said.startswith("Another make is setting up .venv; waiting")
+        message = second.stderr.readline()
+        assert message.startswith("Another make is setting up .venv; waiting")
         time.sleep(0.5)
         assert not (bare_kit / "called").exists()
         first.close()
@@ -229,7 +231,7 @@ def test_a_second_make_waits_for_the_first(bare_kit: Path) -> None:
     assert (bare_kit / "called").exists()
 
 
-def test_in_the_kits_image_nothing_is_set_up(
+def test_nothing_is_set_up_in_the_image_of_the_kit(
     bare_kit: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = str(bare_kit / "kit/tools/setup.sh")
@@ -245,7 +247,7 @@ def test_in_the_kits_image_nothing_is_set_up(
     assert not (bare_kit / "kit/.venv").exists()
 
 
-def test_the_python_that_setup_would_take_can_be_asked_for(bare_kit: Path) -> None:
+def test_python_for_setup_can_be_printed(bare_kit: Path) -> None:
     fake_python(bare_kit / "bin/python3.13", "exit 0")
     script = str(bare_kit / "kit/tools/setup.sh")
     answer = subprocess.run(
@@ -259,7 +261,7 @@ def test_the_python_that_setup_would_take_can_be_asked_for(bare_kit: Path) -> No
     assert not (bare_kit / "kit/.venv").exists()
 
 
-def test_an_unknown_make_target_gets_the_near_names() -> None:
+def test_unknown_make_target_suggests_similar_names() -> None:
     answer = subprocess.run(
         ("make", "-s", "train-tp2-gpt2-tinny-2cpu"),
         cwd=ROOT,

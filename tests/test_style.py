@@ -1,4 +1,4 @@
-"""tools/style.py: what it finds, and that the written counts are not exceeded by its own rules."""
+"""tools/style.py: the violations that it counts, and the stored counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tools import style
         ("runs = [one for one in names]", style.PRONOUN),
     ],
 )
-def test_code_that_breaks_a_rule_is_found(code: str, rule: str) -> None:
+def test_violations_of_every_rule_are_counted(code: str, rule: str) -> None:
     assert [finding.rule for finding in style.find_in_file("src/a.py", code)] == [rule]
 
 
@@ -33,11 +33,11 @@ def test_code_that_breaks_a_rule_is_found(code: str, rule: str) -> None:
         "import one",
     ],
 )
-def test_code_that_keeps_the_rules_is_not_found(code: str) -> None:
+def test_code_that_follows_the_rules_has_no_violations(code: str) -> None:
     assert not list(style.find_in_file("src/a.py", code))
 
 
-def test_a_class_name_in_two_files_is_found_and_one_of_a_test_is_not() -> None:
+def test_duplicate_class_name_is_counted_except_in_tests() -> None:
     texts = {
         "src/a.py": "class Cell: ...",
         "src/b.py": "class Cell: ...",
@@ -50,5 +50,5 @@ def test_a_class_name_in_two_files_is_found_and_one_of_a_test_is_not() -> None:
     )
 
 
-def test_the_written_counts_name_every_rule() -> None:
+def test_stored_counts_contain_every_rule() -> None:
     assert set(json.loads(style.COUNTS.read_text())) == set(style.RULES)

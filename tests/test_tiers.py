@@ -27,7 +27,7 @@ def _answer() -> subprocess.CompletedProcess[str]:
 
 
 class Asker:
-    """Starts a process in a method."""
+    """Class that starts a process in a method."""
 
     def ask(self) -> str:
         return _ask()
@@ -57,7 +57,7 @@ def test_a_test_that_starts_a_process_is_marked_ranks(request: pytest.FixtureReq
     assert _tiers_of(request) == ["ranks"]
 
 
-def test_a_unit_test_that_starts_a_process_fails_and_says_where_it_belongs() -> None:
+def test_unit_test_that_starts_a_process_fails_with_the_tier_it_needs() -> None:
     with (
         guarded("tests/test_x.py::test_x"),
         pytest.raises(pytest.fail.Exception, match=r"test_x starts a process \(.*true\).*ranks"),
@@ -66,7 +66,7 @@ def test_a_unit_test_that_starts_a_process_fails_and_says_where_it_belongs() -> 
     subprocess.run(("true",), check=True)
 
 
-def test_a_library_may_look_for_its_own_files_when_a_unit_test_imports_it() -> None:
+def test_library_may_search_for_its_files_during_an_import_in_a_unit_test() -> None:
     with guarded("tests/test_x.py::test_x"), pytest.raises(FileNotFoundError):
         subprocess.run(("/sbin/ldconfig", "-p"), cwd="/no/such/folder", check=True)
 
@@ -80,7 +80,7 @@ def _make(*arguments: str) -> subprocess.CompletedProcess[str]:
     ("arguments", "tiers"),
     [((), "--tier unit --tier ranks"), (("TIER=unit",), "--tier unit")],
 )
-def test_make_test_runs_unit_and_ranks_or_the_tier_that_is_asked_for(
+def test_make_test_runs_unit_and_ranks_or_the_requested_tier(
     arguments: tuple[str, ...], tiers: str
 ) -> None:
     answer = _make(*arguments)

@@ -4,10 +4,10 @@
 - *ranks*: real torchrun or forked ranks, and every other test that starts a process.
 - *engine*: containers and Slurm.
 
-Nobody marks 5,000 tests by hand: a test is `ranks` if its own code, or the code of a fixture or helper of the
-tests that it uses, names something that starts a process (`starts_process`), and `unit` otherwise. Where a process
-is started out of this sight, by the code that is tested, the module or the test says
-`pytestmark = pytest.mark.ranks`. With `--tier unit` a unit test that starts a process fails and says so.
+Nobody marks 5,000 tests by hand. A test is `ranks` if its code, or the code of a fixture or helper of the tests that it
+uses, names something that starts a process (`starts_process`), and `unit` otherwise. If the tested code starts a
+process, which this check cannot see, the module or the test states `pytestmark = pytest.mark.ranks`. With
+`--tier unit` a unit test that starts a process fails, and the failure names the tier that it needs.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ def _names_of(code: CodeType) -> Iterator[str]:
 
 
 _watched: list[str] = []
-"""The unit test that runs while it is watched; empty otherwise."""
+"""Name of the watched unit test; empty otherwise."""
 
 
 def _audit(event: str, arguments: tuple[Any, ...]) -> None:
@@ -171,7 +171,7 @@ def guarded(test: str) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """With `--tier unit` alone, watch each test and its fixtures."""
+    """Watch each test and its fixtures if `--tier unit` is the only tier."""
     watches = item.config.getoption("--tier") == ["unit"]
     with guarded(item.nodeid) if watches else nullcontext():
         return (yield)
@@ -179,7 +179,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.fixture(autouse=True)
 def _commit_without_git(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Unit tests record a fixed commit of the kit instead of asking git."""
+    """Let unit tests record a fixed commit of the kit instead of asking git."""
     if request.node.get_closest_marker("unit"):
         commit_of = {
             ROOT: FIXED_COMMIT

@@ -87,8 +87,8 @@ class ParameterMap:
     ) -> tuple[torch.Tensor, bool]:
         """Return `values` in the parameter's shape, and whether some elements have no value.
 
-        The arguments are those of `pieces`. If elements have no value, the result is a copy on the CPU
-        with NaN, or 0 for integers, in their place; else it is a view of `values`.
+        The arguments are those of `pieces`. If all elements have a value, the result is a view of `values`.
+        Otherwise it is a copy on the CPU, in which missing elements are NaN, or 0 for integers.
         """
         values, shape = local_tensor(values), local_tensor(parameter).shape
         fsdp_range = flat_range(parameter)

@@ -128,7 +128,8 @@ _INITIAL: list[InitialPiece] = []
 def _record_initial_weights(
     original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Describe the weights that the model begins with by itself, then call `load_checkpoint`.
+    """Record a description of the model's own initial weights, then call `load_checkpoint`, which replaces
+    them.
 
     Nothing is recorded under Megatron-FSDP, or if Megatron does not initialise the weights.
     """
@@ -168,10 +169,11 @@ class _Watch:
     def capture(self, call: Callable[..., Any], forward_step: Any, data: Any) -> Any:
         """Run the iteration and write its tensors, then repeat it, and return what the first run returned.
 
-        A reference (`seeds` above 0) is repeated with perturbed weights, which measures how tensors
-        respond. Any other run is repeated once without probes: probes copy tensors that a later call may
-        overwrite, and so might hide a fault. There is no repetition with the tensors of another run, nor
-        under Megatron-FSDP, whose flat buffers cannot be restored.
+        The reference of a comparison (`seeds` above 0) is repeated with perturbed weights, to measure how its
+        tensors respond to rounding. Any other run is repeated once without probes: probes copy tensors that a
+        later call may overwrite, and so might hide a fault. The iteration is not repeated if it runs on the
+        tensors of another run. It is not repeated under Megatron-FSDP either, because its flat buffers cannot
+        be restored.
 
         Args:
             call: Runs Megatron's `train_step` with a forward step.
@@ -433,7 +435,8 @@ class _Watch:
     def _write_schedule(self) -> None:
         """Write the scheduler's steps and each parameter's learning rate and weight decay.
 
-        They must be the same on every rank, and in a resumed run the same as without the interruption.
+        They must be equal on every rank. A resumed run must have the same iterations as a run without an
+        interruption.
         """
         steps = TensorKey(CaptureStage.OPTIMIZER_STATE, SCHEDULE, "steps")
         self.recording.write(steps, torch.tensor([self.scheduler.num_steps]))

@@ -45,7 +45,7 @@ def copy_all(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Any =
 def wide_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return the gradients in fp32, in their order.
 
-    fp32 gradients are returned themselves; the others are copied into one new buffer.
+    fp32 gradients are not copied; all other gradients are copied into one new buffer.
     """
     narrow = [gradient for gradient in gradients if gradient.dtype != torch.float32]
     if not narrow:

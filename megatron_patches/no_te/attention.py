@@ -164,7 +164,8 @@ def _attend_with_settings(
 
 
 def gathered_mask(hidden: Tensor | None, rank: int, ranks: int, local_length: int) -> Tensor:
-    """Return `causal_mask` without the keys that Megatron's mask hides, such as other documents.
+    """Return `causal_mask` in which the keys that Megatron's mask hides, such as other documents, are hidden
+    too.
 
     Args:
         hidden: True where a query may not attend, [b, 1, local_length, local_length·ranks]. Rows are
@@ -203,9 +204,9 @@ def _attend_gathered(
     """Return the attention of this rank's queries to the keys and values of all ranks in its group.
 
     On a CPU Megatron's own `forward` (`original`) computes it. With SDPA, context parallelism would round
-    otherwise than all other strategies: SDPA subtracts dO·O from each row of the softmax's gradient, the
-    softmax subtracts the sum of its own products. Where that row sum is much larger than the differences
-    that remain, the rounding of dQ is ten times that of the explicit softmax.
+    differently from all other strategies. SDPA subtracts dO·O from each row of the softmax's gradient. The
+    explicit softmax subtracts the sum of its own products. If that row sum is much larger than the remaining
+    differences, SDPA's dQ has ten times the rounding error.
 
     `hidden` is Megatron's mask as in `gathered_mask`.
     """

@@ -1,4 +1,4 @@
-"""The device's events are scripted: they say when the device comes to them, in milliseconds."""
+"""Clocks of host and device. Device events are scripted with the milliseconds at which the device reaches them."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -26,7 +26,7 @@ def test_the_most_frequent_kind_of_iteration_is_the_steady_one() -> None:
     ]
 
 
-def test_waiting_is_distinct_from_the_transfer_and_belongs_to_its_own_phase() -> None:
+def test_waiting_time_is_counted_in_its_phase_and_separately_from_transfer_time() -> None:
     ledger = CommunicationLog()
     later = (Phase.OPTIMIZER, 700_000_000, 900_000_000)
     iteration(ledger, ObservedCall(REDUCE, 0, 100_000_000, [later]))
@@ -46,7 +46,7 @@ def test_means_are_over_steady_iterations() -> None:
     assert ledger.steady_time(0).iteration_seconds == pytest.approx(2)
 
 
-def test_a_span_ends_when_the_result_is_there() -> None:
+def test_span_ends_when_the_result_is_available() -> None:
     ledger = CommunicationLog()
     ledger.observed_calls += [
         ObservedCall(REDUCE, 1, 2, [(Phase.FORWARD, 5, 8)]),
@@ -67,12 +67,12 @@ def test_run_without_complete_iteration_has_no_calls_and_no_time() -> None:
 
 
 def routed(rows: int, sent: int) -> ObservedCall:
-    """An all-to-all of rows of 8 bytes."""
+    """Record an all-to-all of rows of 8 bytes."""
     call = Call("ep", 2, Operation.ALL_TO_ALL, Phase.FORWARD, "float32", 8 * rows, sent)
     return ObservedCall(call._replace(row_bytes=8), 0, 1)
 
 
-def test_iterations_that_differ_only_in_routed_bytes_are_one_kind() -> None:
+def test_iterations_that_differ_only_in_routed_bytes_are_of_the_same_kind() -> None:
     ledger = CommunicationLog()
     iteration(ledger, routed(10, 32), routed(6, 16), ObservedCall(REDUCE, 0, 1))
     iteration(ledger, routed(10, 40), routed(14, 24), ObservedCall(REDUCE, 0, 1))
@@ -93,21 +93,21 @@ def test_rows_of_another_length_are_other_calls() -> None:
     assert [row.calls for row in ledger.steady_communication(0).calls] == [1, 1]
 
 
-def test_calls_that_differ_in_size_alone_are_in_the_order_in_which_they_were_made() -> None:
+def test_calls_that_differ_only_in_size_are_listed_in_their_order_of_execution() -> None:
     ledger = CommunicationLog()
     sizes = [4 * (37 * index % 23) for index in range(23)]
     iteration(ledger, *(ObservedCall(REDUCE._replace(payload_bytes=size), 0, 1) for size in sizes))
     assert [row.payload_bytes for row in ledger.steady_communication(0).calls] == sizes
 
 
-def test_of_equally_frequent_kinds_the_later_is_steady() -> None:
+def test_later_of_equally_frequent_kinds_of_iterations_is_steady() -> None:
     ledger = CommunicationLog()
     iteration(ledger, ObservedCall(GATHER, 0, 1))
     iteration(ledger, ObservedCall(REDUCE, 0, 1))
     assert [row.operation for row in ledger.steady_communication(0).calls] == [Operation.ALL_REDUCE]
 
 
-def test_a_slowed_iteration_counts_calls_and_no_time() -> None:
+def test_slowed_iteration_counts_for_calls_but_not_for_time() -> None:
     ledger = CommunicationLog()
     iteration(ledger, ObservedCall(REDUCE, 0, 2_000_000_000), seconds=1)
     ledger.observed_calls.append(ObservedCall(REDUCE, 0, 90_000_000_000))

@@ -32,7 +32,7 @@ def test_received_bytes_count_as_communication_buffer() -> None:
     assert categories[MemoryCategory.TEMPORARY] == 0
 
 
-def test_a_received_message_that_autograd_keeps_is_an_activation_until_it_lets_go() -> None:
+def test_received_message_counts_as_activation_while_autograd_stores_it() -> None:
     def receive(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         buffer = torch.empty(256, 4)
         ledger.note_received([buffer])
@@ -55,7 +55,7 @@ def test_a_received_message_that_autograd_keeps_is_an_activation_until_it_lets_g
     assert followed(keep).categories[MemoryCategory.ACTIVATIONS] == BUFFER_BYTES
 
 
-def test_weights_that_are_gathered_into_stay_weights() -> None:
+def test_weights_count_as_weights_after_a_gather_into_them() -> None:
     def gather(model: torch.nn.Linear, ledger: MemoryAccounting) -> None:
         ledger.note_received([model.weight.detach()])
 
@@ -82,13 +82,13 @@ def test_logits_stored_for_backward_stay_logits() -> None:
     assert kept.shape == (3, 7)
 
 
-def test_every_version_that_a_pipeline_keeps_of_its_weights_is_counted_once() -> None:
+def test_every_stored_weight_version_of_a_pipeline_is_counted_once() -> None:
     stages = StageModules([torch.nn.Linear(4, 4, bias=False)])
     newest = [parameter.data for parameter in stages.parameters()]
     stages.weight_versions = [newest, [torch.empty_like(weight) for weight in newest]]
     ledger = MemoryAccounting(Timeline())
     ledger.start(0, 2, [stages], torch.optim.SGD(stages.parameters()))
-    ledger.note_received([torch.empty(1024)])  # Which makes a peak.
+    ledger.note_received([torch.empty(1024)])  # These tensors raise the peak.
     ledger.stop()
     assert ledger.result is not None
     assert ledger.result.categories[MemoryCategory.WEIGHTS] == 2 * WEIGHT_BYTES

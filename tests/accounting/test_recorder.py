@@ -14,7 +14,7 @@ from parakit.costs.operations import Operation, Phase
 
 
 def measured_at(folder: Path, skipped: int, iterations: int) -> tuple[list[int], int]:
-    """Iterations whose memory was measured, and the bytes of optimizer state found last."""
+    """Return the iterations with measured memory, and the bytes of optimizer state of the last measurement."""
     model = torch.nn.Linear(8, 8, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     recorder = Recorder(folder, 0)
@@ -32,13 +32,15 @@ def measured_at(folder: Path, skipped: int, iterations: int) -> tuple[list[int],
     return seen, result.categories[MemoryCategory.OPTIMIZER_STATE]
 
 
-def test_memory_is_measured_once_where_the_first_update_makes_the_state(tmp_path: Path) -> None:
+def test_memory_is_measured_once_after_the_first_update_creates_optimizer_state(
+    tmp_path: Path,
+) -> None:
     seen, state = measured_at(tmp_path, 0, 8)
     assert seen == [MEMORY_ITERATION]
     assert state >= 2 * 8 * 8 * 4
 
 
-def test_while_fp16_skips_updates_there_is_no_state_so_memory_is_measured_again(
+def test_memory_is_measured_again_while_fp16_skips_updates(
     tmp_path: Path,
 ) -> None:
     seen, state = measured_at(tmp_path, 5, 9)
@@ -46,7 +48,7 @@ def test_while_fp16_skips_updates_there_is_no_state_so_memory_is_measured_again(
     assert state >= 2 * 8 * 8 * 4
 
 
-def test_a_run_whose_updates_are_all_skipped_keeps_the_first_measurement(tmp_path: Path) -> None:
+def test_run_with_only_skipped_updates_keeps_the_first_measurement(tmp_path: Path) -> None:
     assert measured_at(tmp_path, 9, 9) == ([MEMORY_ITERATION], 0)
 
 
@@ -66,17 +68,19 @@ def test_three_iterations_are_enough_for_exact_calls(tmp_path: Path) -> None:
     ledger = msgspec.json.decode((tmp_path / "rank0.json").read_bytes(), type=RankRecord)
     assert [call.group for call in ledger.communication.calls] == ["tp"]
     assert (ledger.communication.steady_iterations, ledger.communication.other_iterations) == (1, 1)
-    assert ledger.time.iteration_seconds == 0  # Measuring memory slowed the one that counts.
+    assert (
+        ledger.time.iteration_seconds == 0
+    )  # The memory measurement slowed the only counted iteration.
     assert recorder.last is None
     recorder.begin_iteration([model], optimizer)
     assert recorder.last is not None
     assert recorder.last.sent_bytes == 400
 
 
-def test_processor_time_is_kept_of_each_steady_iteration_and_waiting_is_none(
+def test_processor_time_is_recorded_per_steady_iteration_without_waiting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spent = [0.0]  # By this thread, which no waiting adds to.
+    spent = [0.0]  # The time is that of this thread, so waiting does not add to it.
     monkeypatch.setattr(recorder_module.time, "thread_time", lambda: spent[0])
     recorder = Recorder(tmp_path, 0)
     model = torch.nn.Linear(2, 2)
@@ -88,6 +92,6 @@ def test_processor_time_is_kept_of_each_steady_iteration_and_waiting_is_none(
         recorder.end_step()
     recorder._write()
     ledger = msgspec.json.decode((tmp_path / "rank0.json").read_bytes(), type=RankRecord)
-    # Of the first there is none, the second measures memory, the last has not ended.
+    # The first iteration has no time, the second measures memory, and the last has not ended.
     assert ledger.time.processor_seconds == (0.25, 0.25)
     assert ledger.time.iteration_seconds >= 0.05

@@ -49,7 +49,7 @@ def test_tokens_and_drops_add_up_over_micro_batches_and_losses_are_their_mean(
     assert row.load_balancing_loss == pytest.approx(1.5)
 
 
-def test_an_indifferent_router_has_the_entropy_of_its_experts(ledger: RoutingLog) -> None:
+def test_uniform_router_has_the_maximum_entropy(ledger: RoutingLog) -> None:
     record_routing(1, torch.full((2, 3), 2.0), CHOSEN)
     ledger.end_iteration(1)
     (row,) = rows(ledger)
@@ -59,7 +59,7 @@ def test_an_indifferent_router_has_the_entropy_of_its_experts(ledger: RoutingLog
     assert row.load_balancing_loss is None
 
 
-def test_a_certain_router_has_no_entropy(ledger: RoutingLog) -> None:
+def test_deterministic_router_has_zero_entropy(ledger: RoutingLog) -> None:
     record_routing(1, torch.tensor([[0.0, 100.0]]), torch.tensor([[False, True]]))
     ledger.end_iteration(1)
     assert rows(ledger)[0].entropy_nats == pytest.approx(0, abs=1e-30)
@@ -81,7 +81,7 @@ def test_evaluation_is_not_counted(ledger: RoutingLog) -> None:
     assert ledger.result(0) is None
 
 
-def test_a_long_run_keeps_every_other_iteration(ledger: RoutingLog) -> None:
+def test_long_run_records_every_other_iteration(ledger: RoutingLog) -> None:
     for iteration in range(1, 10):
         record_routing(1, torch.zeros(2, 3), CHOSEN)
         ledger.end_iteration(iteration)
@@ -96,7 +96,7 @@ def test_a_figure_that_is_not_finite_is_unknown(ledger: RoutingLog) -> None:
     assert (row.z_loss, row.entropy_nats, row.tokens_per_expert) == (None, None, (2, 1, 1))
 
 
-def test_without_a_ledger_nothing_happens() -> None:
+def test_routing_is_not_recorded_without_a_communication_log() -> None:
     record_routing(1, torch.zeros(2, 3), CHOSEN)
 
 
@@ -117,7 +117,7 @@ def test_ranks_are_gathered_into_one_file(tmp_path: Path) -> None:
     )
 
 
-def test_a_dense_model_gets_no_file(tmp_path: Path) -> None:
+def test_dense_model_gets_no_routing_file(tmp_path: Path) -> None:
     (tmp_path / records.LEDGER_FOLDER).mkdir()
     (tmp_path / records.LEDGER_FOLDER / "rank0.json").write_bytes(rank_file(0, None))
     collect_rank_records(tmp_path)

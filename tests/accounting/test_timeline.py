@@ -7,7 +7,7 @@ from parakit.costs.operations import Phase
 
 
 class Scripted:
-    """A clock that shows the given times in turn."""
+    """Clock that returns the given times in turn."""
 
     def __init__(self, times: Iterable[int]) -> None:
         self._times = iter(times)
@@ -93,7 +93,7 @@ def test_changing_the_clock_drops_open_spans() -> None:
         ("interval-time", Phase.OTHER),
     ],
 )
-def test_megatrons_timer_names_stand_for_phases(name: str, phase: Phase) -> None:
+def test_timer_names_of_megatron_map_to_phases(name: str, phase: Phase) -> None:
     assert phase_of_timer(name) is phase
 
 

@@ -1,4 +1,4 @@
-"""What a library puts on the wire, counted by the network interface itself."""
+"""Bytes that a library sends, as counted by the network interface."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from tests.patience import OF_A_RUN
 
 PAYLOAD = 24_000_000
 AT_THE_ROOT = ("gather", "scatter")
-"""Counted on one rank; the others have no list of tensors."""
+"""Operations that are counted on a single rank, because the other ranks have no list of tensors."""
 CAN_COUNT = os.geteuid() == 0 and shutil.which("unshare") and shutil.which("ip")
 
-# Ranks of a network of their own, where nobody else talks; the loopback's count is that of all ranks.
+# The ranks are in a separate network without other traffic, so the loopback counts the bytes of all ranks.
 COUNT = """
 import json, sys
 import torch
@@ -64,7 +64,7 @@ dist.destroy_process_group()
 @pytest.mark.slow
 @pytest.mark.skipif(not CAN_COUNT, reason="needs root, unshare and ip")
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_gloo_sends_what_the_ledger_counts(tmp_path: Path, ranks: int) -> None:
+def test_bytes_sent_by_gloo_equal_the_communication_log(tmp_path: Path, ranks: int) -> None:
     program, result = tmp_path / "count.py", tmp_path / "sent.json"
     program.write_text(COUNT)
     run = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node {ranks}"
@@ -75,7 +75,7 @@ def test_gloo_sends_what_the_ledger_counts(tmp_path: Path, ranks: int) -> None:
     for name, sent in json.loads(result.read_text()).items():
         counting = 1 if name in AT_THE_ROOT else ranks
         expected = counting * wire_bytes(Operation(name), PAYLOAD, ranks, Transport.GLOO)
-        # Headers and barriers come on top, and what a busy machine sends again.
+        # Headers, barriers and retransmissions of a busy machine add to the bytes.
         assert expected <= sent < 1.06 * expected, name
 
 

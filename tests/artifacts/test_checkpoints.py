@@ -12,7 +12,7 @@ from parakit.artifacts.torch_dist import DamagedCheckpointError
 from tests.launch.checkpoint.conftest import Write, damage, iterations
 
 
-def test_checkpoints_come_newest_first_and_other_folders_are_none(
+def test_checkpoints_are_listed_from_the_newest_without_other_folders(
     tmp_path: Path, write: Write
 ) -> None:
     for iteration in (5, 20, 10):
@@ -21,7 +21,7 @@ def test_checkpoints_come_newest_first_and_other_folders_are_none(
     assert iterations(tmp_path) == [20, 10, 5]
 
 
-def test_a_proven_checkpoint_that_changes_is_refused_by_the_file(
+def test_changed_file_of_a_verified_checkpoint_is_refused_by_name(
     tmp_path: Path, write: Write
 ) -> None:
     path = write(tmp_path, 5)
@@ -33,9 +33,7 @@ def test_a_proven_checkpoint_that_changes_is_refused_by_the_file(
         check_unchanged(checkpoint)
 
 
-def test_one_that_was_never_proven_is_proven_when_it_is_asked_for(
-    tmp_path: Path, write: Write
-) -> None:
+def test_unverified_checkpoint_is_verified_on_request(tmp_path: Path, write: Write) -> None:
     write(tmp_path, 5)
     [checkpoint] = find_checkpoints(tmp_path)
     assert not checkpoint.is_verified
@@ -43,7 +41,9 @@ def test_one_that_was_never_proven_is_proven_when_it_is_asked_for(
     assert checkpoint.is_verified
 
 
-def test_only_what_is_older_than_the_newest_proven_ones_goes(tmp_path: Path, write: Write) -> None:
+def test_only_checkpoints_older_than_the_newest_verified_ones_are_removed(
+    tmp_path: Path, write: Write
+) -> None:
     for iteration in (1, 2, 3, 4):
         write(tmp_path, iteration)
     stored = find_checkpoints(tmp_path)

@@ -15,7 +15,7 @@ from parakit.artifacts.run import (
 from parakit.config.files import ROOT
 
 
-def test_two_nodes_that_write_the_same_record_at_once_do_not_disturb_each_other(
+def test_two_nodes_can_write_the_same_record_concurrently(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = StatusRecord(Status.OK, 0)
@@ -33,14 +33,14 @@ def test_two_nodes_that_write_the_same_record_at_once_do_not_disturb_each_other(
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_a_record_that_cannot_be_put_in_place_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_failed_write_of_a_record_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "status.json").mkdir()
     with pytest.raises(OSError, match="directory"):
         write_record(tmp_path / "status.json", StatusRecord(Status.OK, 0))
     assert [path.name for path in tmp_path.iterdir()] == ["status.json"]
 
 
-def test_every_field_of_a_run_stands_in_its_file() -> None:
+def test_every_field_of_a_run_record_is_in_its_file() -> None:
     folder = next((ROOT / "tests/golden/runs").glob("*-tp2-*"))
     written = encode_run(read_run(folder))
     assert {field.name for field in fields(RunRecord)} - {"spec"} <= written.keys()

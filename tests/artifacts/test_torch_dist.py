@@ -35,7 +35,7 @@ def data_file(folder: Path) -> Path:
     return next(folder.glob("*.distcp"))
 
 
-def test_what_torch_wrote_is_readable_and_its_pieces_fill_the_file(copy: Path) -> None:
+def test_checkpoint_of_torch_is_readable_and_its_pieces_fill_the_file(copy: Path) -> None:
     verify_readable(copy)
     pieces = read_metadata(copy).parts
     assert len(pieces) == 3
@@ -44,13 +44,13 @@ def test_what_torch_wrote_is_readable_and_its_pieces_fill_the_file(copy: Path) -
 
 def test_shapes_and_types_are_read_without_torch(copy: Path) -> None:
     tensors = read_metadata(copy).tensors
-    assert {name: (one.shape, one.dtype) for name, one in tensors.items()} == {
+    assert {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()} == {
         "weight": ((4096,), "float32"),
         "bias": ((8,), "float32"),
     }
 
 
-def test_a_tensor_is_put_together_of_whatever_pieces_ranks_saved(tmp_path: Path) -> None:
+def test_tensor_is_assembled_from_pieces_of_any_ranks(tmp_path: Path) -> None:
     whole = torch.arange(60).reshape(3, 5, 4)
     sizes, parts = {}, {}
     with (tmp_path / "pieces").open("wb") as file:
@@ -68,13 +68,13 @@ def test_a_tensor_is_put_together_of_whatever_pieces_ranks_saved(tmp_path: Path)
     assert torch.equal(read_box(tmp_path, stored, (1, 1, 2), (2, 3, 2)), whole[1:, 1:4, 2:])
 
 
-def test_without_metadata_it_was_not_finished(copy: Path) -> None:
+def test_checkpoint_without_metadata_is_unfinished(copy: Path) -> None:
     (copy / ".metadata").unlink()
     with pytest.raises(DamagedCheckpointError, match="not finished"):
         verify_readable(copy)
 
 
-def test_truncated_metadata_is_no_metadata(copy: Path) -> None:
+def test_truncated_metadata_counts_as_missing(copy: Path) -> None:
     path = copy / ".metadata"
     path.write_bytes(path.read_bytes()[:-40])
     with pytest.raises(DamagedCheckpointError, match="metadata cannot be read"):
@@ -82,9 +82,7 @@ def test_truncated_metadata_is_no_metadata(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [None, '{"sharded_back'])
-def test_without_its_format_field_megatron_would_take_it_for_another(
-    copy: Path, text: str | None
-) -> None:
+def test_missing_or_truncated_format_file_is_detected(copy: Path, text: str | None) -> None:
     assert is_finished(copy)
     (copy / "metadata.json").unlink()
     if text is None:
@@ -96,20 +94,24 @@ def test_without_its_format_field_megatron_would_take_it_for_another(
 
 
 @pytest.mark.parametrize("every", [8, pytest.param(1, marks=pytest.mark.slow)])
-def test_flipped_bits_of_an_archives_own_fields_are_at_most_noticed(copy: Path, every: int) -> None:
+def test_flipped_bits_in_archive_fields_are_detected_or_harmless(copy: Path, every: int) -> None:
     smallest = min(read_metadata(copy).parts, key=lambda piece: piece.length_bytes)
     path = copy / smallest.file
     whole = path.read_bytes()
     end = smallest.offset_bytes + smallest.length_bytes
     noticed = 0
-    for place in range(end - 200, end):  # The central directory, which names the archive's files.
-        for bit in range(place % every, 8, every):
-            path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+    for offset in range(
+        end - 200, end
+    ):  # These bytes are the central directory, which names the archive's files.
+        for bit in range(offset % every, 8, every):
+            path.write_bytes(
+                whole[:offset] + bytes([whole[offset] ^ 1 << bit]) + whole[offset + 1 :]
+            )
             noticed += not _is_readable(copy)
     assert noticed > 200 // every
 
 
-def test_a_read_stops_when_its_consumer_is_gone(copy: Path) -> None:
+def test_reading_stops_when_its_consumer_is_gone(copy: Path) -> None:
     with pytest.raises(ReadingStoppedError):
         verify_readable(copy, lambda: False)
 
@@ -123,20 +125,20 @@ def test_a_missing_file_is_named(copy: Path) -> None:
 
 @settings(max_examples=60)
 @given(st.data())
-def test_one_flipped_bit_or_a_shorter_file_is_noticed(saved: Path, data: st.DataObject) -> None:
+def test_flipped_bit_or_truncated_file_is_detected(saved: Path, data: st.DataObject) -> None:
     path = data_file(saved)
     whole = path.read_bytes()
-    place = data.draw(st.integers(0, len(whole) - 1))
+    offset = data.draw(st.integers(0, len(whole) - 1))
     shorter = data.draw(st.booleans())
     bit = 1 << data.draw(st.integers(0, 7))
-    damaged = whole[:place] if shorter else whole[:place] + bytes([whole[place] ^ bit])
-    damaged = damaged if shorter else damaged + whole[place + 1 :]
+    damaged = whole[:offset] if shorter else whole[:offset] + bytes([whole[offset] ^ bit])
+    damaged = damaged if shorter else damaged + whole[offset + 1 :]
     path.write_bytes(damaged)
     try:
         noticed = not _is_readable(saved)
     finally:
         path.write_bytes(whole)
-    # Zip archives of tensors this small have bytes that hold nothing: padding and time stamps.
+    # Zip archives of such small tensors have bytes without information: padding and time stamps.
     assert noticed or _holds_the_same(whole, damaged)
 
 
@@ -153,7 +155,7 @@ def _holds_the_same(whole: bytes, damaged: bytes) -> bool:
     return weight in whole and weight in damaged and len(whole) == len(damaged)
 
 
-def test_nothing_that_a_metadata_pickle_names_is_run(copy: Path, tmp_path: Path) -> None:
+def test_code_named_in_a_metadata_pickle_is_not_executed(copy: Path, tmp_path: Path) -> None:
     target = tmp_path / "touched"
 
     class Touch:
@@ -168,14 +170,14 @@ def test_nothing_that_a_metadata_pickle_names_is_run(copy: Path, tmp_path: Path)
     assert not target.exists()
 
 
-def test_the_same_weights_have_one_hash_whatever_else_was_saved_with_them(tmp_path: Path) -> None:
+def test_hash_of_weights_does_not_depend_on_other_saved_state(tmp_path: Path) -> None:
 
     from torch.distributed import checkpoint
 
     def saved(name: str, weight: float, note: str) -> str:
         states = {"weight": torch.full((8,), weight), "arguments": {"save": note}}
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # That this is a single process.
+            warnings.simplefilter("ignore")  # torch warns that this is a single process.
             writer = checkpoint.FileSystemWriter(tmp_path / name)
             checkpoint.save(states, storage_writer=writer, no_dist=True)
         return hash_weights(tmp_path / name)
@@ -185,8 +187,8 @@ def test_the_same_weights_have_one_hash_whatever_else_was_saved_with_them(tmp_pa
     assert saved("c", 1.0 + 2**-23, "runs/a") != first
 
 
-def test_a_piece_with_a_flipped_byte_is_read_as_it_was_saved_or_refused(tmp_path: Path) -> None:
-    """torch.load reads flipped values without a word, and advises to run a flipped pickle."""
+def test_piece_with_a_flipped_byte_is_read_as_saved_or_refused(tmp_path: Path) -> None:
+    """torch.load reads flipped values without a warning, and advises to execute a damaged pickle."""
     whole = torch.arange(24.0).reshape(4, 6)
     path = tmp_path / "pieces"
     with path.open("wb") as file:
@@ -205,7 +207,7 @@ def test_a_piece_with_a_flipped_byte_is_read_as_it_was_saved_or_refused(tmp_path
 
 
 def test_a_piece_that_would_run_code_is_refused_without_advice_to_run_it(tmp_path: Path) -> None:
-    # Megatron allows torch to read paths, in a process that has imported it; nobody allows `print`.
+    # A process that has imported Megatron allows torch to read paths, but never `print`.
     torch.save({"trap": print}, tmp_path / "piece")
     part = StoredPart("piece", 0, (tmp_path / "piece").stat().st_size)
     with pytest.raises(DamagedCheckpointError, match=r"torch reads no tensor there$"):
@@ -224,7 +226,7 @@ def test_pieces_of_any_type_and_of_no_elements_are_read(tmp_path: Path, dtype: t
 
 @pytest.mark.parametrize("name", [".metadata", "metadata.json", "__0_0.distcp", "common.pt"])
 @pytest.mark.usefixtures("within_a_minute")
-def test_a_pipe_is_not_opened_and_is_named(copy: Path, name: str) -> None:
+def test_pipe_is_named_and_not_opened(copy: Path, name: str) -> None:
     (copy / name).unlink(missing_ok=True)
     os.mkfifo(copy / name)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""`make bench NAME=auto`: the planner's times and choice on this machine, beside what is measured."""
+"""`make bench NAME=auto`: compare the planner's times and choice with measurements on this machine."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from parakit.reporting.analyse.statistics import Estimate
 from parakit.reporting.render.tables import format_time
 
 BEST = 4
-"""Of the planner's ranking, that are trained; and the best of each dimension alone."""
+"""Number of candidates from the top of the planner's ranking that are trained."""
 DIMENSIONS = ("dp", "tp", "cp", "pp", "ep")
 TIME_LIMIT, CHOICE_LIMIT = 0.15, 0.05
-"""How far a time may be off, and what the choice may lose."""
+"""Largest relative error of a time, and largest loss of the choice."""
 
 
 @dataclass(frozen=True)
 class AutoRow:
-    """One strategy, predicted and measured."""
+    """A strategy with its predicted and measured time."""
 
     model: str
     ranks: int
@@ -40,37 +40,37 @@ class AutoRow:
     """The strategy, with its micro batch."""
     predicted_ms: float
     measured: Estimate | None
-    """None where the run did not end well."""
+    """Measured time, None if the run did not succeed."""
 
     @property
     def measured_ms(self) -> float:
-        """Infinite where it was not measured."""
+        """Measured time, infinite if the strategy was not measured."""
         return self.measured.median if self.measured else float("inf")
 
     @property
     def error(self) -> float | None:
-        """Positive where predicted too slow."""
+        """Relative error of the prediction, positive if predicted too slow."""
         return self.predicted_ms / self.measured_ms - 1 if self.measured else None
 
 
 Group = Sequence[AutoRow]
-"""The strategies of one model on so many ranks, the planner's choice first."""
+"""Strategies of a model on a number of ranks, with the planner's choice first."""
 
 
 def best_of(group: Group) -> AutoRow | None:
-    """The fastest that was measured."""
+    """Return the fastest measured strategy."""
     best = min(group, key=lambda row: row.measured_ms)
     return best if best.measured else None
 
 
 def loss_of(group: Group) -> float | None:
-    """Time that the choice takes beyond the best's, as a share."""
+    """Return by which fraction the choice takes longer than the fastest strategy."""
     choice, best = group[0], best_of(group)
     return choice.measured_ms / best.measured_ms - 1 if best and choice.measured else None
 
 
 def bench_auto(models: str | None, devices: str | None, options: Options, console: Console) -> int:
-    """Measure and plan for each model and number of ranks, then train; 0 if every run ended well.
+    """Measure and plan for each model and number of ranks, then train. Return 0 if every run succeeded.
 
     Raises:
         LaunchError: A model or number of devices is not known, or cannot be trained here.
@@ -81,38 +81,38 @@ def bench_auto(models: str | None, devices: str | None, options: Options, consol
     for job in (cell.job for cell in experiment.cells):
         say(console, f"{job.model.name} on {plural(job.devices, f'{job.device} rank')}")
         chosen = chosen_candidates(plan_for_machine(job, console))
-        candidates |= {cell_of(job, each): each for each in chosen}
+        candidates |= {cell_of(job, candidate): candidate for candidate in chosen}
     planned = replace(experiment, cells=tuple(candidates), report="bench-auto")
     output = Output(partial(finish, candidates), finishes_if_interrupted=True)
     return run_experiment(planned, output, console)
 
 
 def finish(candidates: Mapping[Cell, Candidate], study: Study) -> int:
-    """The table of what was trained, also after Ctrl-C; 0 if every run ended well."""
+    """Print the table of trained strategies, also after Ctrl-C. Return 0 if every run succeeded."""
     groups: dict[tuple[str, int], list[AutoRow]] = {}
-    found = build_entries_from_folders([result.folders for result in study.results])
-    for result, entry in zip(study.results, found, strict=True):
+    entries = build_entries_from_folders([result.folders for result in study.results])
+    for result, entry in zip(study.results, entries, strict=True):
         job, candidate = result.cell.job, candidates[result.cell]
         name = f"{job.strategy}, {candidate.spec.batch.micro_batch_size}"
         times = candidate.seconds.total * 1e3, entry.estimate if entry else None
-        place = job.model.name, job.devices
-        groups.setdefault(place, []).append(AutoRow(*place, name, *times))
+        group_key = job.model.name, job.devices
+        groups.setdefault(group_key, []).append(AutoRow(*group_key, name, *times))
     study.write_comparison(render(list(groups.values())))
     return int(not all(row.measured for group in groups.values() for row in group))
 
 
 def chosen_candidates(plan: Plan) -> tuple[Candidate, ...]:
-    """Those that are trained: the best of the ranking, and the best of each dimension alone."""
+    """Return the candidates to train: the best of the ranking, and the best of each single dimension."""
     names = {f"{word}{plan.request.cluster.devices}" for word in DIMENSIONS}
     return tuple(
         candidate
-        for place, candidate in enumerate(plan.ranked)
-        if place < BEST or candidate.strategy in names
+        for rank, candidate in enumerate(plan.ranked)
+        if rank < BEST or candidate.strategy in names
     )
 
 
 def cell_of(job: Job, candidate: Candidate) -> Cell:
-    """What trains a planned strategy."""
+    """Return the cell that trains a planned strategy."""
     micro_batch = candidate.spec.batch.micro_batch_size
     options = replace(options_for_candidate(candidate, job.options), micro_batch_size=micro_batch)
     label = f"{candidate.strategy}, micro batch {micro_batch}"
@@ -122,7 +122,7 @@ def cell_of(job: Job, candidate: Candidate) -> Cell:
 
 
 def render(groups: Sequence[Group]) -> str:
-    """Markdown: a line for each group, one for each strategy, and the sums."""
+    """Return Markdown with a line per group, a line per strategy, and totals."""
     rows = tuple(row for group in groups for row in group)
     errors = [abs(row.error) for row in rows if row.error is not None]
     losses = [loss for group in groups if (loss := loss_of(group)) is not None]

@@ -1,6 +1,6 @@
 """`make bench NAME=gpu`: Megatron on one GPU without Transformer Engine, measured against the published time.
 
-Ceilings of the device first, then the cells of `bench_gpu.yaml` while time lasts.
+Measures the ceilings of the device first, then trains the cells of `bench_gpu.yaml` while time lasts.
 """
 
 from __future__ import annotations
@@ -49,32 +49,34 @@ CEILINGS = Workload(
 """A product of 8.8e12 FLOP, a few hundredths of a second, and a copy of 4 GiB, far beyond any cache;
 over several seconds, so that the clocks settle as they do in training."""
 START_SECONDS = 40.0
-"""From the command to the first iteration. Assumed, not measured."""
+"""Seconds from the command to the first iteration. The value is assumed, not measured."""
 
 FIXED = (
     *("MICRO_BATCH", "GLOBAL_BATCH", "SEED", "DROPOUT", "EXTRA", "ITERS", "REPEATS", "FUSED"),
     *("BACKEND", "MEGATRON_LM", "SHARED_START", "SHARE_GPU", "SAVE_EVERY", "WANDB"),
 )
-"""Variables of the train command that a setting decides by itself."""
+"""Variables of the train command that a setting determines."""
 _SHOWN = ("RUNTIME", "ITERS", "EXTRA", "LEDGER", "RUNS", "FUSED")
 
 Run = tuple[int, Cell]
-"""A repeat, from 1, of a cell."""
+"""Number of a repeat, from 1, and its cell."""
 
 
 def bench_gpu(
     only: str | None, budget: float | None, given: Namespace, options: Options, console: Console
 ) -> int:
-    """Measure; 0 if every run that was started ended well.
+    """Measure. Return 0 if every started run succeeded.
 
     Raises:
-        LaunchError: It cannot run here; nothing was written.
+        LaunchError: The bench cannot run here; nothing was written.
     """
-    if own := [name for name in FIXED if name in given.texts]:
-        raise LaunchError(f"{own[0]}= is the settings' own in 'make bench NAME=gpu'; leave it out.")
+    if fixed_variables := [name for name in FIXED if name in given.texts]:
+        raise LaunchError(
+            f"{fixed_variables[0]}= is the settings' own in 'make bench NAME=gpu'; leave it out."
+        )
     if options.runtime not in (None, RuntimeName.HOST):
         raise LaunchError(f"'make bench NAME=gpu' measures RUNTIME=host, not {options.runtime}.")
-    # The published data set where it was prepared, else the sample.
+    # The published data set is used if it was prepared, otherwise the sample.
     published, sample = DEFAULT_DATA[DeviceKind.GPU], DEFAULT_DATA[DeviceKind.CPU]
     here = published if idx_path(ROOT / published).is_file() else sample
     experiment = settings(only or "", replace(options, data=options.data or here))
@@ -92,20 +94,20 @@ def bench_gpu(
         raise LaunchError(problem)
     if ceilings := _ceilings(console):
         write_ceilings(options.runs, ceilings)
-    left = seconds - (time.monotonic() - began)
-    return run_experiment(replace(experiment, budget_seconds=left), OUTPUT, console)
+    seconds_left = seconds - (time.monotonic() - began)
+    return run_experiment(replace(experiment, budget_seconds=seconds_left), OUTPUT, console)
 
 
 def settings(only: str, options: Options) -> Experiment:
-    """The file's cells, or those of --only, each with the time that it is expected to take.
+    """Return the cells of the file, or those of --only, with their expected seconds.
 
     Raises:
-        LaunchError: A name of --only is no setting's.
+        LaunchError: A name of --only is not a setting.
     """
     experiment = load_experiment("bench_gpu", options, only=only.split())
 
     def expected(cell: Cell) -> float:
-        # Start-up as assumed and iterations at the published time: a guess that plans, no result.
+        # The plan assumes a start-up time and the published time per iteration. It is an estimate, not a result.
         return START_SECONDS + (cell.job.options.iterations or 0) * MARK_MS / 1000
 
     cells = (replace(cell, expected_seconds=expected(cell)) for cell in experiment.cells)
@@ -113,46 +115,46 @@ def settings(only: str, options: Options) -> Experiment:
 
 
 def describe(cells: Sequence[Cell], budget: float, data: str | None = None) -> str:
-    """The plan as text: what, with which patches, by which command, how long."""
-    kept, left = fitting(order_repeats(cells), budget - CEILINGS_SECONDS)
+    """Return the plan as text: each run with its patches, its command and its expected seconds."""
+    kept, left_out = fitting(order_repeats(cells), budget - CEILINGS_SECONDS)
     lines = [
         f"Ceilings of the device: a large bf16 product, a large copy (≈{CEILINGS_SECONDS:.0f} s)"
     ]
-    given = {variables.PYTHON: os.environ.get(variables.PYTHON, ""), "DATA": data or ""}
+    environment = {variables.PYTHON: os.environ.get(variables.PYTHON, ""), "DATA": data or ""}
     for repeat, cell in kept:
         options = cell.job.options
         iterations = options.iterations or 0
         timed = len(timed_iterations(options.extra, iterations))
-        own = {**cell.job.variables, "RUNS": f"runs/{FOLDER}"}
-        told = {name: own.get(name, "") for name in _SHOWN} | given
-        words = " ".join(f"{name}={shlex.quote(text)}" for name, text in told.items() if text)
+        job_variables = {**cell.job.variables, "RUNS": f"runs/{FOLDER}"}
+        told = {name: job_variables.get(name, "") for name in _SHOWN} | environment
+        assignments = " ".join(f"{name}={shlex.quote(text)}" for name, text in told.items() if text)
         lines += (
             f"{cell.label} {repeat}/{cell.repeats}: {cell.why}; {_dtype(cell)}, patches: "
             f"{', '.join(options.fused) or 'none'}; {timed} timed iterations of {iterations} "
             f"(≈{cell.expected_seconds:.0f} s)",
-            f"    {words} make {cell.job.target}",
+            f"    {assignments} make {cell.job.target}",
         )
     total = CEILINGS_SECONDS + sum(cell.expected_seconds for _, cell in kept)
     lines.append(
         f"Expected: {total:.0f} s of {budget:.0f} s, if a start takes {START_SECONDS:.0f} s and an "
         f"iteration {MARK_MS:.0f} ms; what fits is decided by what the runs really take."
     )
-    if left:
-        names = ", ".join(f"{cell.label} {repeat}/{cell.repeats}" for repeat, cell in left)
+    if left_out:
+        names = ", ".join(f"{cell.label} {repeat}/{cell.repeats}" for repeat, cell in left_out)
         lines.append(f"Would not fit, for the next call (it resumes where this one ends): {names}")
     return "\n".join(lines)
 
 
 def fitting(runs: Sequence[Run], seconds: float) -> tuple[tuple[Run, ...], tuple[Run, ...]]:
-    """Runs that fit one after another in so many seconds, and those that are left out."""
-    kept, left = list[Run](), list[Run]()
+    """Return the runs that fit into so many seconds one after another, and the runs that do not."""
+    kept, left_out = list[Run](), list[Run]()
     for run in runs:
         if run[1].expected_seconds <= seconds:
             kept.append(run)
             seconds -= run[1].expected_seconds
         else:
-            left.append(run)
-    return tuple(kept), tuple(left)
+            left_out.append(run)
+    return tuple(kept), tuple(left_out)
 
 
 def _dtype(cell: Cell) -> str:
@@ -160,7 +162,7 @@ def _dtype(cell: Cell) -> str:
 
 
 def _ceilings(console: Console) -> Ceilings | None:
-    """What the device reaches at best; None where that could not be measured, and the runs follow."""
+    """Return the measured ceilings of the device, or None if they could not be measured."""
     try:
         figures = microbenchmark.run_workload(
             CEILINGS, DeviceKind.GPU, 1, timeout_seconds=3 * CEILINGS_SECONDS
@@ -175,14 +177,16 @@ def _ceilings(console: Console) -> Ceilings | None:
 
 
 def finish(study: Study) -> int:
-    """The table of all settings that were measured here, and why one of this call's is not there."""
+    """Print the table of all settings measured here, and why a setting of this call is missing."""
     runs = study.experiment.options.runs.parent
     bench = read_bench(runs.parent) or Bench(())
     reasons = dict(study.planned.skipped)
     for result in study.results:
         reasons[result.cell] = result.failure or ("" if result.runs else NO_TIME)
     before, rows = {row.name: row for row in bench.rows}, []
-    for cell in study.experiment.cells:  # In the experiment's order, before those of other calls.
+    for cell in (
+        study.experiment.cells
+    ):  # Settings of this experiment come first, in its order, before those of other calls.
         new = BenchRow(cell.label, _dtype(cell), cell.job.options.fused)
         row = before.pop(cell.label, new)
         rows.append(replace(row, note=row.note or ("" if row.entry else reasons[cell])))

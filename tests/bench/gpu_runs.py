@@ -1,4 +1,4 @@
-"""What `make bench NAME=gpu` measured, as rows, repeats of a setting under equal conditions, and as tables:
+"""Rows and tables of what `make bench NAME=gpu` measured. A row holds repeats of a setting under equal conditions:
 `python -m tests.bench.gpu_runs runs`."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from parakit.reporting.analyse.configurations import build_row_identity
 from parakit.reporting.analyse.entry import Entry, build_entries
 
 FOLDER, FILE = "bench-gpu", "ceilings.json"
-"""`runs/bench-gpu/ceilings.json`; a setting's runs lie beside it in a folder of its name."""
+"""Path `runs/bench-gpu/ceilings.json`. The runs of a setting are in a folder of its name in `runs/bench-gpu`."""
 
 MARK_MS = 438.0
 """The H200 notes: gpt2-large, micro batch 32, one H200, Transformer Engine in NVIDIA's container."""
@@ -35,23 +35,23 @@ WARM_UP = 12
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the device reaches at best, measured beside the runs."""
+    """Highest rates of the device, measured in addition to the runs."""
 
     matmul_flops: float
     """FLOP/s of a large bf16 matrix product."""
     copy_bytes_per_second: float
-    """Read and written by a large copy."""
+    """Bytes per second that a large copy reads and writes."""
 
 
 def timed_iterations(flags: Sequence[str], iterations: int) -> range:
-    """Those between the warm-up and the profiler, which follows them."""
-    given = Flags(flags)
-    profiled = given.integer("--profile-step-start") if given.has("--profile") else None
+    """Return the iterations between the warm-up and the profiler."""
+    parsed = Flags(flags)
+    profiled = parsed.integer("--profile-step-start") if parsed.has("--profile") else None
     return range(WARM_UP + 1, profiled - 1 if profiled else iterations + 1)
 
 
 def read_ceilings(runs: Path) -> Ceilings | None:
-    """Those of a folder of runs; None if they were not measured.
+    """Return the ceilings of a folder of runs, or None if they were not measured.
 
     Raises:
         msgspec.DecodeError: The file is not JSON of this shape.
@@ -61,41 +61,41 @@ def read_ceilings(runs: Path) -> Ceilings | None:
 
 
 def write_ceilings(runs: Path, ceilings: Ceilings) -> None:
-    """Write them, whole or not at all."""
+    """Write the ceilings atomically."""
     path = runs / FOLDER / FILE
     path.parent.mkdir(parents=True, exist_ok=True)
     write_record(path, ceilings)
 
 
 FEWEST = 0.8
-"""Share of the timed iterations that must count: fp16 skips an update now and then."""
+"""Fraction of the timed iterations that must count, because fp16 skips updates now and then."""
 
 
 @dataclass(frozen=True)
 class BenchRow:
-    """A setting and its runs; a note where there is none that counts."""
+    """A setting and its runs, with a note if no run counts."""
 
     name: str
     dtype: str
     fused: tuple[str, ...]
     entry: Entry | None = None
     kernels_ms: Mapping[str, float] = field(default_factory=dict)
-    """An iteration's by group of kernels; empty where no trace was made."""
+    """Milliseconds per iteration by group of kernels; empty without a trace."""
     note: str = ""
-    """What went wrong, also after the timed iterations, which count nevertheless."""
+    """Problem of the runs, which may have occurred after the timed iterations that count."""
 
 
 @dataclass(frozen=True)
 class Bench:
-    """What a folder of runs holds of it."""
+    """Rows and ceilings of the bench in a folder of runs."""
 
     rows: tuple[BenchRow, ...]
-    """In the order in which their first runs were made."""
+    """Rows in the order of their first runs."""
     ceilings: Ceilings | None = None
 
 
 def read_bench(runs: Path) -> Bench | None:
-    """The bench below a folder of runs; None if there is none.
+    """Return the bench below a folder of runs, or None if there is none.
 
     Raises:
         OSError: A folder cannot be read.
@@ -103,18 +103,23 @@ def read_bench(runs: Path) -> Bench | None:
     """
     ceilings, root = read_ceilings(runs), runs / FOLDER
     folders = [folder for folder in root.iterdir() if folder.is_dir()] if root.is_dir() else []
-    found = [(folder.name, load_runs(find_run_folders(folder))[0]) for folder in folders]
-    settings = sorted(((name, each) for name, each in found if each), key=lambda it: it[1][0].name)
+    runs_by_setting = [(folder.name, load_runs(find_run_folders(folder))[0]) for folder in folders]
+    settings = sorted(
+        ((name, setting_runs) for name, setting_runs in runs_by_setting if setting_runs),
+        key=lambda it: it[1][0].name,
+    )
     if not settings:
         return None
-    newest = max((run for _, each in settings for run in each), key=lambda run: run.name)
+    newest = max(
+        (run for _, setting_runs in settings for run in setting_runs), key=lambda run: run.name
+    )
     rows = []
-    for name, each in settings:
-        # What its setting's last run trained, made where the bench's newest run was.
+    for name, setting_runs in settings:
+        # A run counts if it trained what the last run of its setting trained, on the machine of the newest run.
         kept = [
             run
-            for run in each
-            if build_row_identity(run) == build_row_identity(each[-1])
+            for run in setting_runs
+            if build_row_identity(run) == build_row_identity(setting_runs[-1])
             and _where(run) == _where(newest)
         ]
         if kept:
@@ -123,26 +128,28 @@ def read_bench(runs: Path) -> Bench | None:
 
 
 def _where(run: Run) -> tuple[object, ...]:
-    """As a run that stands for one not made: software, image and devices."""
+    """Return the conditions under which runs are comparable: software, image and devices."""
     record = run.record
     return (record.software, record.image, record.host.devices) if record else ()
 
 
 def _timed(run: Run) -> Run:
-    """With the timed iterations as its window; a run that fell over after them counts."""
+    """Return the run with the timed iterations as its window. A run that crashed after them counts."""
     assert run.record is not None
     wanted = timed_iterations(run.record.argv, run.record.exit_interval)
-    found = {
-        each.iteration: each.elapsed_ms
-        for each in run.log.iterations
-        if each.iteration in wanted and not each.skipped_iterations and each.elapsed_ms is not None
+    milliseconds = {
+        iteration.iteration: iteration.elapsed_ms
+        for iteration in run.log.iterations
+        if iteration.iteration in wanted
+        and not iteration.skipped_iterations
+        and iteration.elapsed_ms is not None
     }
     note = "" if run.status.status is Status.OK else f"{run.status.status}: {run.status.reason}"
-    if len(found) < FEWEST * len(wanted):
-        few = f"{run.name} has {len(found)} of {len(wanted)} timed iterations that were not skipped"
+    if len(milliseconds) < FEWEST * len(wanted):
+        few = f"{run.name} has {len(milliseconds)} of {len(wanted)} timed iterations that were not skipped"
         return replace(run, window=Window(), notes=(note or few,))
     status = run.status if not note else replace(run.status, status=Status.INCOMPLETE)
-    window = Window(tuple(found.values()), tuple(found), run.window.global_batch_size)
+    window = Window(tuple(milliseconds.values()), tuple(milliseconds), run.window.global_batch_size)
     return replace(run, window=window, status=status, notes=(note,) if note else ())
 
 
@@ -166,7 +173,7 @@ _HEADER = (
 
 
 def bench_tables(bench: Bench | None) -> tuple[TextTable, ...]:
-    """Settings beside mark and floor, and the split of an iteration; nothing without a bench."""
+    """Return tables of the settings with published time and lower bound, and of kernels; none without a bench."""
     if bench is None:
         return ()
     entry = next((row.entry for row in bench.rows if row.entry), None)
@@ -180,7 +187,7 @@ def bench_tables(bench: Bench | None) -> tuple[TextTable, ...]:
     flops = entry.rates.model_flops_per_iteration if entry else None
     floor, ceilings = None, bench.ceilings
     if flops and ceilings:
-        # Time of an iteration at the rate of the large matrix product.
+        # The lower bound is the time of an iteration at the rate of the large matrix product.
         floor = 1000 * flops / ceilings.matmul_flops
         title += (
             f", floor {floor:.0f} ms (large bf16 product {ceilings.matmul_flops / 1e12:.0f} "
@@ -193,7 +200,7 @@ def bench_tables(bench: Bench | None) -> tuple[TextTable, ...]:
 
 
 def bench_text(bench: Bench) -> str:
-    """The same for a terminal, a line a setting."""
+    """Return the tables as text for a terminal, a line per setting."""
     parts = []
     for table in bench_tables(bench):
         rows = [table.header, *table.lines]
@@ -222,16 +229,16 @@ def _line(row: BenchRow, floor: float | None) -> tuple[str, ...]:
 
 
 def _kernels(runs: Sequence[Run]) -> tuple[Mapping[str, float], str]:
-    """Of the newest run that has a split, and the newest's problem."""
+    """Return milliseconds per kernel group of the newest run that has them, and the newest run's problem."""
     problem = ""
     for run in reversed(runs):
         if run.record is None or not Flags(run.record.argv).has("--profile"):
             continue
         on_gpu = run.spec is not None and run.spec.device is DeviceKind.GPU
-        found, said = read_group_milliseconds(run.path, on_gpu)
-        problem = problem or said
-        if found:
-            return found, problem
+        split, run_problem = read_group_milliseconds(run.path, on_gpu)
+        problem = problem or run_problem
+        if split:
+            return split, problem
     return {}, problem
 
 
@@ -239,9 +246,15 @@ def _kernel_table(rows: Sequence[BenchRow]) -> TextTable | None:
     split = {row.name: row.kernels_ms for row in rows if row.kernels_ms}
     if not split:
         return None
-    groups = list(dict.fromkeys(group for found in split.values() for group in found))
+    groups = list(dict.fromkeys(group for milliseconds in split.values() for group in milliseconds))
     lines = tuple(
-        (group, *(f"{found[group]:.1f}" if group in found else DASH for found in split.values()))
+        (
+            group,
+            *(
+                f"{milliseconds[group]:.1f}" if group in milliseconds else DASH
+                for milliseconds in split.values()
+            ),
+        )
         for group in groups
     )
     header = ("Kernels", *(f"{name}, ms" for name in split))

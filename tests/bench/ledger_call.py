@@ -1,7 +1,7 @@
-"""What one watched call costs: a small all-reduce in a group of one, again and again.
+"""Measure the cost of a watched call: a small all-reduce in a group of a single rank, repeated many times.
 
-`python -m tests.bench.ledger_call watched|plain` prints nanoseconds of a call with its wait: the fastest
-tenth's, which other load on the machine does not reach.
+`python -m tests.bench.ledger_call watched|plain` prints nanoseconds per call with its wait. The figure is the
+mean of the fastest tenth of the calls, which other load on the machine does not affect.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ ITERATIONS, CALLS = 400, 50
 def main(kind: str) -> int:
     """Measure with the watcher or without."""
     with tempfile.TemporaryDirectory() as folder:
-        place = f"file://{Path(folder) / 'store'}"
-        distributed.init_process_group("gloo", init_method=place, rank=0, world_size=1)
+        address = f"file://{Path(folder) / 'store'}"
+        distributed.init_process_group("gloo", init_method=address, rank=0, world_size=1)
         try:
             print(_undisturbed_ns(_watch() if kind == "watched" else _nothing))
         finally:
@@ -36,7 +36,7 @@ def main(kind: str) -> int:
 
 
 def _watch() -> Callable[[], None]:
-    """Watch from here on; what ends an iteration."""
+    """Start watching calls. Return the function that ends an iteration."""
     ledger, timeline = CommunicationLog(), Timeline()
     watcher = CallWatcher(ledger, timeline)
     watcher.install()

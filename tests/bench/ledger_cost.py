@@ -1,9 +1,9 @@
-"""`make bench NAME=ledger`: iterations that the ledger watched over the others of the same run.
+"""`make bench NAME=ledger`: the time ratio of iterations with and without the communication log in a run.
 
-Every other iteration is watched, so a slow minute of the machine falls on both kinds alike. They are
+Every other iteration is watched, so a slow minute of the machine affects both kinds equally. They are
 compared by the fastest half of each, because whatever else a machine does only adds; the interval is
-half as wide under such load as that of the medians which other tables compare. The same cost is counted
-from the other end too: what a call costs, times the calls.
+half as wide under such load as that of the medians which other tables compare. The cost is also computed
+from the cost per call times the number of calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from parakit.reporting.analyse.statistics import TimeComparison
 from tests.bench.within_runs import compare_within_runs, fastest_half
 
 LIMIT = 0.02
-"""Of iteration time: what the ledger may cost."""
+"""Largest allowed cost of the communication log as a fraction of iteration time."""
 
 _WARM_UP = 10
 _FEWEST = 20
@@ -33,13 +33,13 @@ _FEWEST = 20
 
 @dataclass(frozen=True)
 class LedgerCost:
-    """Watched iterations over the others."""
+    """Time ratio of watched over unwatched iterations."""
 
     off_ms: float
-    """Of the fastest half."""
+    """Mean milliseconds of the fastest half of unwatched iterations."""
     on_ms: float
     count: int
-    """Iterations of each kind."""
+    """Number of iterations of each kind."""
     over: TimeComparison
 
     def __str__(self) -> str:
@@ -51,12 +51,12 @@ class LedgerCost:
 
     @property
     def is_above_limit(self) -> bool:
-        """For sure."""
+        """True if the whole interval is above the limit."""
         return self.over.low is not None and self.over.low > 1 + LIMIT
 
     @property
     def verdict(self) -> str:
-        """Whether the limit is kept, as far as the interval allows to say."""
+        """Sentence on whether the cost is below the limit, as far as the interval allows a statement."""
         if self.is_above_limit:
             return f"more than {LIMIT:.0%}: not kept"
         if self.over.high is not None and self.over.high <= 1 + LIMIT:
@@ -65,7 +65,7 @@ class LedgerCost:
 
 
 def cost_of(runs: Sequence[Mapping[int, float]]) -> LedgerCost:
-    """The cost by the iteration times, in milliseconds, of one run or of repeats.
+    """Return the cost from the iteration milliseconds of a run or of its repeats.
 
     Raises:
         LaunchError: There are too few iterations.
@@ -74,13 +74,13 @@ def cost_of(runs: Sequence[Mapping[int, float]]) -> LedgerCost:
     count = min(sum(map(len, off)), sum(map(len, on)))
     if count < _FEWEST:
         raise LaunchError(f"Only {count} iterations of each kind count; raise ITERS.")
-    left, right = (fastest_half(np.concatenate(kind)) for kind in (off, on))
+    unwatched, watched = (fastest_half(np.concatenate(kind)) for kind in (off, on))
     counted = sum(map(len, off))
-    return LedgerCost(left, right, counted, compare_within_runs(off, on, fastest_half))
+    return LedgerCost(unwatched, watched, counted, compare_within_runs(off, on, fastest_half))
 
 
 def kinds(iteration_ms: Mapping[int, float]) -> tuple[list[float], list[float]]:
-    """Times of odd iterations, which are not watched, and of even ones, without warm-up."""
+    """Return times of odd (unwatched) and of even (watched) iterations, without warm-up."""
     steady = sorted((i, ms) for i, ms in iteration_ms.items() if i > _WARM_UP)
     off, on = [ms for i, ms in steady if i % 2], [ms for i, ms in steady if not i % 2]
     count = min(len(off), len(on))
@@ -88,13 +88,13 @@ def kinds(iteration_ms: Mapping[int, float]) -> tuple[list[float], list[float]]:
 
 
 def iteration_times(run: Run) -> dict[int, float]:
-    """Milliseconds of each iteration of a run."""
+    """Return milliseconds of each iteration of a run."""
     lines = run.log.iterations
     return {line.iteration: line.elapsed_ms for line in lines if line.elapsed_ms is not None}
 
 
 def calls_of(run: Run) -> int:
-    """Calls in an iteration, of the busiest rank; groups of one rank included."""
+    """Return calls per iteration of the busiest rank, including groups of a single rank."""
     record = run.measurements.communication
     return (
         max((sum(c.calls for c in rank.calls) for rank in record.ranks), default=0) if record else 0
@@ -102,7 +102,7 @@ def calls_of(run: Run) -> int:
 
 
 def by_call(nanoseconds: tuple[float, float], calls: int, iteration_ms: float) -> str:
-    """The same cost from the other end: what a call costs more, times the calls of an iteration."""
+    """Return a sentence on the cost computed as the additional cost per call times the calls per iteration."""
     plain, watched = nanoseconds
     share = calls * (watched - plain) / (1e6 * iteration_ms)
     return (
@@ -112,20 +112,20 @@ def by_call(nanoseconds: tuple[float, float], calls: int, iteration_ms: float) -
 
 
 def call_nanoseconds() -> tuple[float, float]:
-    """Nanoseconds of a small all-reduce without and with the ledger, the best of three each, in turn.
+    """Return nanoseconds of a small all-reduce without and with the communication log, each the best of three.
 
     Raises:
-        LaunchError: It could not be measured.
+        LaunchError: A measurement failed.
     """
-    found: dict[str, list[float]] = {"plain": [], "watched": []}
-    for kind in 3 * tuple(found):
+    nanoseconds: dict[str, list[float]] = {"plain": [], "watched": []}
+    for kind in 3 * tuple(nanoseconds):
         command = (sys.executable, "-m", "tests.bench.ledger_call", kind)
         ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         if ended.returncode:
             last = ended.stderr.strip().splitlines()[-1:]
             raise LaunchError(f"A call alone could not be measured: {' '.join(last)}")
-        found[kind].append(float(ended.stdout))
-    return min(found["plain"]), min(found["watched"])
+        nanoseconds[kind].append(float(ended.stdout))
+    return min(nanoseconds["plain"]), min(nanoseconds["watched"])
 
 
 def refuse_without_ledger(experiment: Experiment) -> None:
@@ -134,7 +134,7 @@ def refuse_without_ledger(experiment: Experiment) -> None:
 
 
 def finish(study: Study) -> int:
-    """Three sentences; 1 if the ledger costs more than it may for sure."""
+    """Print three sentences. Return 1 if the communication log certainly costs more than the limit."""
     study.refuse_failed()
     (result,) = study.results
     runs = [load_folder(folder) for folder in result.runs]

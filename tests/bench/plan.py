@@ -1,6 +1,6 @@
-"""`make bench NAME=plan`: processor time of the planner's search and of a report, beside a plain loop's.
+"""`make bench NAME=plan`: processor time of the planner's search and of a report, relative to a plain loop.
 
-A ratio to what the same Python does beside it says the same on a slow machine and on a busy one.
+The ratio to a loop of the same Python is the same on a slow machine and on a busy one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Work = Callable[[], object]
 
 
 def compared(work: Mapping[str, Work], passes: int = 5_000_000) -> Iterator[str]:
-    """A line for each: its median over the rounds, by turns with so many passes of a loop."""
+    """Return a line per piece of work: its median time relative to so many passes of a loop."""
     for name, do in work.items():
         rounds = [(_spent(do), _spent(lambda: _loop(passes))) for _ in range(ROUNDS)]
         seconds, loop = map(median, zip(*rounds, strict=True))
@@ -42,7 +42,7 @@ def compared(work: Mapping[str, Work], passes: int = 5_000_000) -> Iterator[str]
 
 
 def of_search(model: Model, devices: int, gpu: str, global_batch: int) -> Work:
-    """A search for a model's fastest strategies."""
+    """Return a function that searches for the fastest strategies of a model."""
     device = device_by_key(gpu)
     cluster = Cluster(device, devices, 8, link_by_key(device.link), link_by_key(device.network))
     template = spec_from_model(model, Parallelism(), Batch(1, global_batch))
@@ -50,7 +50,7 @@ def of_search(model: Model, devices: int, gpu: str, global_batch: int) -> Work:
 
 
 def of_report(folder: Path, runs: int = RUNS) -> Work:
-    """A report of so many runs of the six strategies, no two with the same flags."""
+    """Return a function that reports so many runs of six strategies, all with distinct flags."""
     for number in range(runs):
         _write_run(folder / "runs", number)
     options = BuildOptions("many", runs_root=folder / "runs", reports_root=folder / "reports")
@@ -58,11 +58,10 @@ def of_report(folder: Path, runs: int = RUNS) -> Work:
 
 
 def against_its_import(folder: Path, runs: int = RUNS) -> str:
-    """A report of so many runs in a process of its own, beside what `make report` imports to write one.
+    """Return a line on a report of so many runs in a separate process, relative to the imports of `make report`.
 
-    That is matplotlib with its writer of SVG and the templates' engine too, which are imported where
-    they are first used; without them the ratio is given as well. As for whoever runs it a second time,
-    modules are compiled already.
+    The imports include matplotlib with its SVG writer and the template engine, which are loaded on first use. The
+    ratio without them is given too. Modules are compiled already, as in a second call of a user.
     """
     of_report(folder, runs)
     options = f"'many', runs_root=Path('{folder}/runs'), reports_root=Path('{folder}/reports')"
@@ -75,9 +74,9 @@ def against_its_import(folder: Path, runs: int = RUNS) -> str:
     )
     compiled = {"PYTHONPYCACHEPREFIX": str(folder / "compiled"), "PYTHONDONTWRITEBYTECODE": ""}
     environment = {**os.environ, **compiled}
-    # By turns, after a first one that compiles.
+    # Programs take turns, after a first round in which modules are compiled.
     rounds = [
-        [_of_child(each, environment) for each in (program, needed, alone)]
+        [_of_child(child_program, environment) for child_program in (program, needed, alone)]
         for _ in range(ROUNDS + 1)
     ]
     whole, import_, part = map(median, zip(*rounds[1:], strict=True))
@@ -123,7 +122,7 @@ def _spent(work: Work) -> float:
 
 
 def main() -> None:
-    """Print a line each."""
+    """Print a line per piece of work."""
     large, llama = load_model("gpt3-175b"), load_model("llama3-8b")
     shape = replace(llama.shape, layers=126, hidden=16384, heads=128, ffn_hidden=53248)
     llama_405b = replace(llama, shape=shape)

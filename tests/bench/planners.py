@@ -1,10 +1,10 @@
-"""`make bench NAME=planners ARGS="--calculon checkout --simumax checkout"`: other planners beside ours, on
+"""`make bench NAME=planners ARGS="--calculon checkout --simumax checkout"`: comparison with other planners on
 the published rows that they can express.
 
-Each runs in a process of its own, with the interpreter of the checkout's `.venv` where it has one, and
-is given what ours is given. Their rates stay theirs: Calculon's system for A100, SimuMax' for B200,
-measured on the machine of SimuMax' own rows. Ours are predicted without the row's source; on SimuMax'
-times also with `CALIBRATE=` of one of the products that it has measured.
+Each planner runs in a separate process, with the interpreter of the checkout's `.venv` if it exists, and gets the
+same input as ours. Other planners use their own rates: Calculon's system for A100, and SimuMax's for B200, which was
+measured on the machine of SimuMax's rows. Our predictions exclude the row's source from the fit. For times of
+SimuMax they are also computed with `CALIBRATE=` of a product that SimuMax has measured.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ _SHARDINGS = (Sharding.NONE, Sharding.ZERO1)
 
 Job = dict[str, Any]
 Answer = tuple[float, float]
-"""Seconds of an iteration and bytes of the fullest rank."""
+"""Seconds per iteration and bytes of the peak rank."""
 
 
 def calculon_job(row: MeasuredRun) -> Job | None:
-    """What Calculon is asked; None where it cannot say what ran.
+    """Return the job for Calculon, or None if Calculon cannot express the run.
 
-    It knows no gated MLP, no experts, no CP, no fused attention, no dropout, no vocabulary and no uneven
-    stages; A100 and 16 bits are what its systems and its types have for the rows left.
+    Calculon has no gated MLP, experts, CP, fused attention, dropout, vocabulary or uneven stages. For the remaining
+    rows its systems have only the A100, and its types only 16 bits.
     """
     spec, cluster = row.spec, row.cluster
     shape, split = spec.shape, spec.parallelism
@@ -125,7 +125,7 @@ def _recomputed(recompute: Recompute) -> str | None:
 
 
 def simumax_job(row: MeasuredRun) -> Job | None:
-    """What SimuMax is asked; None where it cannot say what ran: its B200 has rates in bf16 alone, its
+    """Return the job for SimuMax, or None if SimuMax cannot express the run: its B200 has rates in bf16 only, its
     context parallelism is all-to-all."""
     spec, cluster = row.spec, row.cluster
     shape, split, latent = spec.shape, spec.parallelism, spec.shape.latent
@@ -242,11 +242,11 @@ print("ANSWERS " + json.dumps(found))
 
 @dataclass(frozen=True)
 class Planner:
-    """Somebody else's."""
+    """A planner of another project."""
 
     name: str
     asks: str
-    """A program that defines `ask(job)`."""
+    """Program text that defines `ask(job)`."""
     job: Any
     """`calculon_job` or `simumax_job`."""
 
@@ -256,46 +256,53 @@ SIMUMAX = Planner("SimuMax", _SIMUMAX, simumax_job)
 
 
 def asked(planner: Planner, checkout: Path, jobs: Sequence[Job]) -> list[Answer | str]:
-    """What a planner says of each job; a text where it refused one.
+    """Return a planner's answer to each job, or the text of its refusal.
 
     Raises:
-        ValueError: It does not run from this checkout.
+        ValueError: The planner does not run from this checkout.
     """
-    own = checkout / ".venv" / "bin" / "python"
+    interpreter = checkout / ".venv" / "bin" / "python"
     done = subprocess.run(
-        [str(own) if own.exists() else sys.executable, "-c", planner.asks + _ANSWERS],
+        [
+            str(interpreter) if interpreter.exists() else sys.executable,
+            "-c",
+            planner.asks + _ANSWERS,
+        ],
         cwd=checkout,
         input=json.dumps(jobs),
         capture_output=True,
         text=True,
         check=False,
     )
-    said = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
-    if not said:
+    answer_lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS ")]
+    if not answer_lines:
         last = done.stderr.strip().splitlines()[-1:] or ["it said nothing"]
         raise ValueError(
             f"{planner.name} does not run in {checkout}: {last[0]}; make an environment for it there, "
-            f"{own}."
+            f"{interpreter}."
         )
-    return [one if isinstance(one, str) else (one[0], one[1]) for one in json.loads(said[-1][8:])]
+    return [
+        answer if isinstance(answer, str) else (answer[0], answer[1])
+        for answer in json.loads(answer_lines[-1][8:])
+    ]
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Rows of one kind, as one planner and ours predict them."""
+    """Rows of a kind with the predictions of another planner and of ours."""
 
     planner: str
     kind: str
     rows: int
     errors: tuple[float, ...]
     ours: tuple[float, ...]
-    """On the same rows."""
+    """Errors of our planner on the same rows."""
     calibrated: tuple[float, ...] = ()
-    """Ours with one rate that was measured on their machine."""
+    """Errors of our planner with a rate that was measured on their machine."""
 
 
 def stated_rate(checkout: Path) -> str:
-    """`CALIBRATE=` of one product that SimuMax has measured."""
+    """Return the text of `CALIBRATE=` for a product that SimuMax has measured."""
     rows, columns, inner = _PRODUCT
     products = json.loads((checkout / _SYSTEM).read_text())["accelerator"]["op"]["matmul"]
     named = f"b=1, m={rows}, k={inner}, n={columns}, layout=TN, accumulate=False, out_dtype=bf16"
@@ -325,7 +332,7 @@ def published() -> list[Residual]:
 
 
 def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Iterator[Compared]:
-    """Each planner on each kind of rows that it can express."""
+    """Yield the comparison for each planner and each kind of rows that it can express."""
     rows = list(rows)
     kinds: dict[str, int] = defaultdict(int)
     for row in rows:
@@ -333,17 +340,17 @@ def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Ite
     for planner, checkout in checkouts.items():
         jobs = [(row, job) for row in rows if (job := planner.job(row.measured_run))]
         answers = asked(planner, checkout, [job for _, job in jobs])
-        found: dict[str, list[tuple[float, Residual]]] = defaultdict(list)
+        errors_by_kind: dict[str, list[tuple[float, Residual]]] = defaultdict(list)
         for (row, _), answer in zip(jobs, answers, strict=True):
             if not isinstance(answer, str):
-                found[_kind(row)].append((_error(row, answer), row))
-        for kind, errors in sorted(found.items()):
-            theirs, own = zip(*errors, strict=True)
-            is_timed = planner is SIMUMAX and all(row.seconds for row in own)
+                errors_by_kind[_kind(row)].append((_error(row, answer), row))
+        for kind, errors in sorted(errors_by_kind.items()):
+            their_errors, our_rows = zip(*errors, strict=True)
+            is_timed = planner is SIMUMAX and all(row.seconds for row in our_rows)
             rate = stated_rate(checkout) if is_timed else ""
-            again = tuple(_with_rate(row, rate).error for row in own if rate)
-            ours = tuple(row.error for row in own)
-            yield Compared(planner.name, kind, kinds[kind], theirs, ours, again)
+            again = tuple(_with_rate(row, rate).error for row in our_rows if rate)
+            ours = tuple(row.error for row in our_rows)
+            yield Compared(planner.name, kind, kinds[kind], their_errors, ours, again)
 
 
 def _with_rate(row: Residual, text: str) -> Residual:
@@ -355,12 +362,12 @@ def _with_rate(row: Residual, text: str) -> Residual:
 
 
 def _kind(row: Residual) -> str:
-    what = "mixtures" if row.measured_run.spec.shape.experts else "dense"
-    return f"{metric_kind(row.measurement.metric)}, {row.measurement.source.partition(' (')[0]}, {what}"
+    architecture = "mixtures" if row.measured_run.spec.shape.experts else "dense"
+    return f"{metric_kind(row.measurement.metric)}, {row.measurement.source.partition(' (')[0]}, {architecture}"
 
 
 def _error(row: Residual, answer: Answer) -> float:
-    """As `Residual.error`; another planner's memory is what is allocated."""
+    """Return the error like `Residual.error`. Memory of another planner is allocated memory."""
     seconds, held = answer
     if metric_kind(row.measurement.metric) != MEMORY:
         return seconds / row.published_seconds - 1
@@ -374,8 +381,8 @@ def _error(row: Residual, answer: Answer) -> float:
     return held / unit / row.measurement.value - 1
 
 
-def table(found: Iterable[Compared]) -> Table[Compared]:
-    """A line for each planner and kind: how many rows, and both planners' errors on them."""
+def table(comparisons: Iterable[Compared]) -> Table[Compared]:
+    """Return a table with a line per planner and kind: number of rows, and the errors of both planners."""
     columns = (
         Column[Compared]("kind of row", lambda line: line.kind, right=False),
         Column[Compared]("planner", lambda line: line.planner, right=False),
@@ -390,7 +397,7 @@ def table(found: Iterable[Compared]) -> Table[Compared]:
             percent,
         ),
     )
-    return Table(columns, tuple(found))
+    return Table(columns, tuple(comparisons))
 
 
 def main(console: Console, calculon: Path | None = None, simumax: Path | None = None) -> int:

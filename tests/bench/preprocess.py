@@ -1,7 +1,7 @@
-"""`make bench NAME=preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on one file.
+"""`make bench NAME=preprocess`: this tool, Hugging Face `tokenizers` and Megatron's script on the same file.
 
-Whole processes, measured in one run. `--text unseen` makes text in eight scripts whose words never come
-again, the hardest there is for an encoder that remembers words.
+All tools are measured as processes from start to end. `--text unseen` generates text in eight scripts without
+repeated words, which is the hardest input for an encoder that caches words.
 """
 
 from __future__ import annotations
@@ -39,37 +39,37 @@ _SCRIPT = Path("tools/preprocess_data.py")
 _OWN_TOKENIZER = Path("megatron/training/tokenizer/gpt2_tokenization.py")
 """Megatron's own GPT-2 tokenizer, up to 0.16."""
 _CEILING_BYTES = 128 << 20
-"""Text held in memory to see how fast the encoder is with nothing around it."""
+"""Bytes of text in memory on which the encoder alone is measured."""
 
 
 @dataclass(frozen=True)
 class Rate:
-    """One whole process."""
+    """Rates of a process from start to end."""
 
     megabytes_per_second: float
-    """Of input, by the clock."""
+    """Megabytes of input per second of wall time."""
     processor_seconds: float
-    """Of all its threads and children: what is left of a comparison on a busy machine."""
+    """Processor seconds of all threads and children, which remain comparable on a busy machine."""
 
 
 @dataclass(frozen=True)
 class ToolComparison:
-    """Rates on one file, as whole processes."""
+    """Rates of the compared tools on a file."""
 
     input_bytes: int
     threads: int
     ours: tuple[Rate, ...]
-    """Each repetition."""
+    """Rate of each repetition of this tool."""
     ceiling_megabytes_per_second: float
-    """gigatoken alone on texts in memory, on all cores, warm."""
+    """Rate of gigatoken alone on texts in memory, on all cores, after a warm-up."""
     tokenizers: Rate
     megatron: Rate | None = None
     same_bytes: bool | None = None
-    """Whether both files equal those of Megatron's script."""
+    """True if both files equal those of Megatron's script."""
 
     @property
     def median(self) -> Rate:
-        """This tool's median rate, and its median processor time."""
+        """Median rate of this tool, with its median processor time."""
         return Rate(
             statistics.median(rate.megabytes_per_second for rate in self.ours),
             statistics.median(rate.processor_seconds for rate in self.ours),
@@ -83,19 +83,19 @@ def command_line(program: str) -> argparse.ArgumentParser:
     add("--input", type=Path, help="JSON lines; text is made if not given")
     add("--text", choices=tuple(TEXTS), default="english", help="which text is made")
     add("--mb", type=float, default=256, help="size of the text that is made")
-    own = "a Megatron-LM checkout; the environment's MEGATRON_LM if not given"
-    add("--megatron-lm", type=Path, help=own)
+    help_text = "a Megatron-LM checkout; the environment's MEGATRON_LM if not given"
+    add("--megatron-lm", type=Path, help=help_text)
     add("--repeats", type=int, default=3, help="of this tool; the others run once")
     add("--json", action="store_true", help="print as JSON")
     return parser
 
 
 def main(arguments: Sequence[str], program: str = "python -m tests.bench.preprocess") -> int:
-    """Measure and print; the exit status."""
+    """Measure and print. Return the exit status."""
     flags = command_line(program).parse_args(arguments)
     try:
-        given = parse_settings((MEGATRON_LM,), os.environ)["megatron_lm"]
-        checkout = flags.megatron_lm or given
+        from_environment = parse_settings((MEGATRON_LM,), os.environ)["megatron_lm"]
+        checkout = flags.megatron_lm or from_environment
         if flags.mb <= 0:
             raise DatasetError(f"--mb {flags.mb:g} is not positive.")
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
@@ -103,21 +103,23 @@ def main(arguments: Sequence[str], program: str = "python -m tests.bench.preproc
             if source is None:
                 source = Path(name) / "text.jsonl"
                 write_synthetic(source, round(flags.mb * 1e6), text=flags.text)
-            found = compare(source, Path(name), checkout, flags.repeats, _say)
+            comparison = compare(source, Path(name), checkout, flags.repeats, _say)
     except (DatasetError, SettingError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    print(msgspec.json.encode(found).decode() if flags.json else "\n".join(describe(found)))
+    print(
+        msgspec.json.encode(comparison).decode() if flags.json else "\n".join(describe(comparison))
+    )
     return 0
 
 
 def compare(
     source: Path, folder: Path, megatron: Path | None, repeats: int, say: Say
 ) -> ToolComparison:
-    """Measure everything on `source`, the repetitions of this tool spread between the others.
+    """Measure all tools on `source`. Repetitions of this tool are spread between the others.
 
     Raises:
-        DatasetError: One of the programs fails.
+        DatasetError: A program fails.
     """
     if megatron is not None and not (megatron / _SCRIPT).is_file():
         raise DatasetError(f"MEGATRON_LM={megatron} holds no {_SCRIPT}.")
@@ -134,10 +136,10 @@ def compare(
     tokenizers = _run_tokenizers(source, folder)
     say(f"Hugging Face tokenizers: {tokenizers.megabytes_per_second:.1f} MB/s")
     measure_ours()
-    theirs = same = None
+    megatron_rate = same = None
     if megatron is not None:
-        theirs = _run_megatron(source, folder, megatron)
-        say(f"Megatron's preprocess_data.py: {theirs.megabytes_per_second:.1f} MB/s")
+        megatron_rate = _run_megatron(source, folder, megatron)
+        say(f"Megatron's preprocess_data.py: {megatron_rate.megabytes_per_second:.1f} MB/s")
         same = _same(folder / "ours_text_document", folder / "megatron_text_document")
     while len(ours) < repeats:
         measure_ours()
@@ -147,13 +149,13 @@ def compare(
         ours=tuple(ours),
         ceiling_megabytes_per_second=_ceiling(source),
         tokenizers=tokenizers,
-        megatron=theirs,
+        megatron=megatron_rate,
         same_bytes=same,
     )
 
 
 def _require_transformers(megatron: Path) -> None:
-    # Without it the script's workers end, and its pool starts new ones for ever.
+    # Without transformers the workers of the script exit, and its pool starts new workers forever.
     if importlib.util.find_spec("transformers") is None:
         raise DatasetError(
             f"MEGATRON_LM={megatron} reads GPT-2's tokenizer with the package transformers, which is "
@@ -161,20 +163,20 @@ def _require_transformers(megatron: Path) -> None:
         )
 
 
-def describe(found: ToolComparison) -> Iterator[str]:
-    """The figures as lines for people."""
-    ours = found.median
-    rates = [rate.megabytes_per_second for rate in found.ours]
-    yield f"{found.input_bytes / 1e6:,.0f} MB of JSON lines, {found.threads} cores, whole processes:"
+def describe(comparison: ToolComparison) -> Iterator[str]:
+    """Yield the rates as lines of text."""
+    ours = comparison.median
+    rates = [rate.megabytes_per_second for rate in comparison.ours]
+    yield f"{comparison.input_bytes / 1e6:,.0f} MB of JSON lines, {comparison.threads} cores, whole processes:"
     yield f"{_line('this tool', ours)}  median of {len(rates)}, {min(rates):.1f} to {max(rates):.1f}"
-    yield f"{_line('Hugging Face tokenizers', found.tokenizers)}  {_ratio(ours, found.tokenizers)}"
-    if found.megatron is None:
+    yield f"{_line('Hugging Face tokenizers', comparison.tokenizers)}  {_ratio(ours, comparison.tokenizers)}"
+    if comparison.megatron is None:
         yield "  preprocess_data.py        not measured: set MEGATRON_LM to a Megatron-LM checkout"
     else:
-        same = "same bytes" if found.same_bytes else "DIFFERENT bytes"
-        ratio = _ratio(ours, found.megatron)
-        yield f"{_line('preprocess_data.py', found.megatron)}  {ratio}, {same}"
-    ceiling = found.ceiling_megabytes_per_second
+        same = "same bytes" if comparison.same_bytes else "DIFFERENT bytes"
+        ratio = _ratio(ours, comparison.megatron)
+        yield f"{_line('preprocess_data.py', comparison.megatron)}  {ratio}, {same}"
+    ceiling = comparison.ceiling_megabytes_per_second
     share = ours.megabytes_per_second / ceiling
     yield f"  gigatoken alone, in memory: {ceiling:.1f} MB/s; {share:.0%} of it reached end to end"
 
@@ -228,10 +230,10 @@ def _children_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def _same(ours: Path, theirs: Path) -> bool:
+def _same(ours: Path, megatron_output: Path) -> bool:
     return all(
         subprocess.run(
-            ["cmp", "-s", f"{ours}{suffix}", f"{theirs}{suffix}"], check=False
+            ["cmp", "-s", f"{ours}{suffix}", f"{megatron_output}{suffix}"], check=False
         ).returncode
         == 0
         for suffix in (".bin", ".idx")
@@ -239,7 +241,7 @@ def _same(ours: Path, theirs: Path) -> bool:
 
 
 def _ceiling(source: Path) -> float:
-    """The fastest of three passes: the first one also pays for a fresh heap and an empty cache."""
+    """Return the rate of the fastest of three passes. The first pass also fills heap and cache."""
     encoder = GigatokenEncoder(load_tokenizer("gpt2"))
     blocks = list(_texts(source))
     size = sum(size for size, _ in blocks)
@@ -274,9 +276,9 @@ def _line(name: str, rate: Rate) -> str:
     )
 
 
-def _ratio(ours: Rate, theirs: Rate) -> str:
-    by_clock = ours.megabytes_per_second / theirs.megabytes_per_second
-    by_processor = theirs.processor_seconds / ours.processor_seconds
+def _ratio(ours: Rate, other: Rate) -> str:
+    by_clock = ours.megabytes_per_second / other.megabytes_per_second
+    by_processor = other.processor_seconds / ours.processor_seconds
     return f"this tool is {by_clock:.1f} times as fast ({by_processor:.1f} by processor time)"
 
 

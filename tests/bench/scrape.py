@@ -1,6 +1,6 @@
 """`make bench NAME=scrape`: how fast a long log is scraped and its report built, and the memory of scraping.
 
-Beside it, the least that anybody does with a log: its lines are read, one regular expression over each.
+For comparison it measures the least work on a log: a regular expression is matched against each line.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class BenchResult:
     iterations: int
     log_bytes: int
     seconds: float
-    """Of the processor, as the next."""
+    """Processor seconds of scraping; the following fields are processor seconds too."""
     plain_seconds: float
-    """For the lines and the regular expression alone."""
+    """Seconds for reading lines and matching a regular expression only."""
     counted_seconds: float
-    """For `grep -c`."""
+    """Seconds of `grep -c`."""
     peak_memory_mib: float
     build_seconds: float
-    """For the whole report, the log scraped again in it; libraries are imported before."""
+    """Seconds for the full report, which scrapes the log again. Libraries are imported before."""
 
     def __str__(self) -> str:
         rate = self.iterations / self.seconds
@@ -63,7 +63,7 @@ class BenchResult:
 
 
 def bench_scrape(iterations: int = 500_000) -> BenchResult:
-    """Write a log of that many iterations, scrape it, say what it took."""
+    """Write a log of that many iterations, scrape it, and return the measurement."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "long.log"
         with log.open("w") as file:
@@ -78,7 +78,7 @@ def bench_scrape(iterations: int = 500_000) -> BenchResult:
         plain_seconds = time.process_time() - start
         assert len(scraped.iterations) == plain == iterations
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        # Where nobody reads the count grep stops at the first line.
+        # If nobody reads the count, grep stops at the first line.
         subprocess.run(("grep", "-c", "lm loss", str(log)), check=True, capture_output=True)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         counted = after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime
@@ -102,15 +102,15 @@ def _build_seconds(log: Path) -> float:
 
 
 def _peak_memory_mib() -> float:
-    """VmHWM, not ru_maxrss: Linux starts that one at the peak of the process that started this one."""
+    """Return VmHWM. Linux starts ru_maxrss at the peak of the parent process, so it cannot be used."""
     status = Path("/proc/self/status").read_text()
-    found = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert found is not None, status
-    return int(found[1]) / 1024
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match is not None, status
+    return int(match[1]) / 1024
 
 
 def synthetic_lines(iterations: int) -> Iterator[str]:
-    """Iteration lines of 0.16's dialect, all different."""
+    """Yield distinct iteration lines as Megatron 0.16 prints them."""
     for i in range(1, iterations + 1):
         yield _LINE.format(
             hour=i // 3600 % 24,
@@ -129,16 +129,20 @@ def synthetic_lines(iterations: int) -> Iterator[str]:
 
 
 def main() -> None:
-    """Print measurements, each of a process of its own, as a report is, and the ratios' medians."""
+    """Print measurements, each from its own process, and the medians of their ratios."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(1, maxtasksperchild=1) as pool:
         results = [pool.apply(bench_scrape) for _ in range(_ROUNDS)]
     print(*results, sep="\n")
-    for what, ratios in {
-        "scraping, in terms of grep -c": [one.seconds / one.counted_seconds for one in results],
-        "a report, in terms of scraping": [one.build_seconds / one.seconds for one in results],
+    for quantity, ratios in {
+        "scraping, in terms of grep -c": [
+            result.seconds / result.counted_seconds for result in results
+        ],
+        "a report, in terms of scraping": [
+            result.build_seconds / result.seconds for result in results
+        ],
     }.items():
-        print(f"{what}: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
+        print(f"{quantity}: {median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Text of any size, made from a seed: what benchmarks and memory tests run on.
+"""Synthetic text of any size from a seed, for benchmarks and memory tests.
 
-`english` draws words by frequency from the prose that Python carries, with a long tail of invented ones,
-as real text has: an encoder that remembers words must not find them all. `unseen` is eight scripts in
-turn, in words of random letters.
+`english` draws words by frequency from the prose that Python ships, with a long tail of invented words like in real
+text, so that an encoder cannot cache all words. `unseen` has words of random letters in eight scripts in turn.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ _SCRIPTS = (
     (0x4E00, 0x9FA6, "，"),  # Chinese
     (0xAC00, 0xD7A4, " "),  # Korean
 )
-"""First and last letter (exclusive), and what stands between words."""
+"""First and last letter (exclusive), and the separator of words."""
 _UNSEEN_CHARACTERS = 2000
 _UNSEEN_WORD = 7
-"""Characters of a word and what follows it, on average."""
+"""Mean number of characters of a word with its separator."""
 _TAIL_WORDS = 200_000
 _TAIL_SHARE = 0.04
-"""Of all words drawn."""
+"""Fraction of drawn words that are invented."""
 _SYLLABLES = (
     "al an ar as at be ca ce ci co con de di el en er es et fa fi for ga ge gra ha he hi in is ka "
     "la le li lo ma me mi mo na ne ni no ob or pa pe per pi po pre qua ra re ri ro sa se si so sta "
@@ -44,24 +43,24 @@ _SYLLABLES = (
 )
 _MOST_SYLLABLES = 5
 _MEAN_WORDS = 780
-"""Of a document: near OpenWebText's 4.9 kB."""
+"""Mean number of words per document, close to OpenWebText's 4.9 kB."""
 
 
 def synthetic_documents(size_bytes: int, seed: int = 0) -> Iterator[str]:
-    """English-like documents of together at least `size_bytes`, log-normal in length."""
+    """Yield English-like documents of at least `size_bytes` in total, with log-normal lengths."""
     random = np.random.default_rng(seed)
-    words, cumulative = _vocabulary()
+    vocabulary, cumulative = _vocabulary()
     written = 0
     while written < size_bytes:
         count = max(3, int(random.lognormal(np.log(_MEAN_WORDS) - 0.5, 1.0)))
         drawn = np.searchsorted(cumulative[:-1], random.random(count))
-        text = "".join([words[i] for i in drawn.tolist()]).strip()
+        text = "".join([vocabulary[i] for i in drawn.tolist()]).strip()
         written += len(text)
         yield text
 
 
 def unseen_documents(size_bytes: int, seed: int = 0) -> Iterator[str]:
-    """Documents of together at least `size_bytes` of UTF-8, each in one of eight scripts."""
+    """Yield documents of at least `size_bytes` of UTF-8 in total, each in one of eight scripts."""
     random = np.random.default_rng(seed)
     written = 0
     for low, high, space in cycle(_SCRIPTS):
@@ -87,15 +86,15 @@ def write_synthetic(path: Path, size_bytes: int, seed: int = 0, text: str = "eng
 
 @functools.cache
 def _vocabulary() -> tuple[list[str], NDArray[np.float64]]:
-    """Words with the space before them, and their cumulative frequencies."""
-    found = Counter(re.findall(r"[A-Za-z']+[.,;:]?", " ".join(sample_documents())))
-    words = [f" {word}" + ("\n\n" if word.endswith(":") else "") for word in found]
+    """Return words with a leading space, and their cumulative frequencies."""
+    counts = Counter(re.findall(r"[A-Za-z']+[.,;:]?", " ".join(sample_documents())))
+    vocabulary = [f" {word}" + ("\n\n" if word.endswith(":") else "") for word in counts]
     syllables = np.array(_SYLLABLES.split())
     random = np.random.default_rng(0)
     drawn = syllables[random.integers(0, len(syllables), (_TAIL_WORDS, _MOST_SYLLABLES))].tolist()
     counts = random.integers(2, _MOST_SYLLABLES + 1, _TAIL_WORDS).tolist()
-    words += [" " + "".join(word[:count]) for word, count in zip(drawn, counts, strict=True)]
-    common = np.array(list(found.values())) / found.total()
+    vocabulary += [" " + "".join(word[:count]) for word, count in zip(drawn, counts, strict=True)]
+    common = np.array(list(counts.values())) / counts.total()
     rare = 1.0 / np.arange(1, _TAIL_WORDS + 1)
     weights = [common * (1 - _TAIL_SHARE), rare / rare.sum() * _TAIL_SHARE]
-    return words, np.cumsum(np.concatenate(weights))
+    return vocabulary, np.cumsum(np.concatenate(weights))

@@ -1,4 +1,4 @@
-"""The automatic choice: which strategies are trained, and what the table says of them."""
+"""The automatic choice: which strategies are trained, and how the table reports them."""
 
 from rich.console import Console
 
@@ -24,11 +24,11 @@ QUIET = Console(quiet=True)
 
 
 def row(strategy: str, predicted: float, measured: float | None) -> AutoRow:
-    found = None if measured is None else estimate_time([[measured] * 8])
-    return AutoRow("gpt2-tiny", 2, f"{strategy}, 2", predicted, found)
+    estimate = None if measured is None else estimate_time([[measured] * 8])
+    return AutoRow("gpt2-tiny", 2, f"{strategy}, 2", predicted, estimate)
 
 
-def test_the_loss_of_a_choice_is_over_the_fastest_that_was_measured() -> None:
+def test_loss_of_a_choice_is_relative_to_the_fastest_measured_strategy() -> None:
     group = [row("tp2", 100, 110), row("dp2", 105, 100)]
     assert best_of(group) == group[1]
     assert round(loss_of(group) or 0, 6) == 0.1
@@ -44,7 +44,7 @@ def test_a_run_that_failed_has_no_error_and_a_failed_choice_no_loss() -> None:
     assert "0 of 1, mean |error| 50.0%" in render([group])
 
 
-def test_the_best_four_and_each_dimension_alone_are_trained_as_planned() -> None:
+def test_best_four_strategies_and_each_single_dimension_are_trained() -> None:
     calibration = build_calibration(FIGURES, DeviceKind.CPU, CPU, GLOO)
     plan = search_configurations(build_request(TINY, CPU, calibration))
     chosen = chosen_candidates(plan)
@@ -58,7 +58,7 @@ def test_the_best_four_and_each_dimension_alone_are_trained_as_planned() -> None
         assert launch.spec.parallelism == candidate.spec.parallelism
 
 
-def test_the_file_names_five_models_on_two_and_four_ranks() -> None:
+def test_default_experiment_has_five_models_on_two_and_four_ranks() -> None:
     cells = load_sweep("auto", Options(), {}).cells
     assert len({cell.job.model.name for cell in cells}) == 5
     assert {cell.job.devices for cell in cells} == {2, 4}

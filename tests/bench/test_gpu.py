@@ -69,11 +69,11 @@ def one_h200(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
 
 
 def test_the_published_setting_is_fp16_without_a_patch_and_profiled_after_the_timed_part() -> None:
-    words = extra(PUBLISHED)
-    start = int(words[words.index("--profile-step-start") + 1])
-    end = int(words[words.index("--profile-step-end") + 1])
+    flags = extra(PUBLISHED)
+    start = int(flags[flags.index("--profile-step-start") + 1])
+    end = int(flags[flags.index("--profile-step-end") + 1])
     assert WARM_UP + 50 < start < end < (PUBLISHED.job.options.iterations or 0)
-    assert "--bf16" not in words
+    assert "--bf16" not in flags
     assert not fused(PUBLISHED)
 
 
@@ -82,7 +82,7 @@ def test_the_tuned_setting_is_bf16_with_patches_that_exist() -> None:
     assert fused(TUNED) <= set(NAMES)
 
 
-def test_every_patch_is_measured_alone_once() -> None:
+def test_every_patch_has_a_single_run_with_only_this_patch() -> None:
     assert sorted(name for cell in ALONE for name in fused(cell)) == sorted(NAMES)
     assert all("--bf16" not in extra(cell) for cell in ALONE)
     assert all(cell.why == f"the patch {cell.job.options.fused[0]} alone" for cell in ALONE)
@@ -92,25 +92,25 @@ def turns() -> list[str]:
     return [f"{cell.label} {number}/{cell.repeats}" for number, cell in order_repeats(ALL)]
 
 
-def test_main_settings_come_first_with_their_repeats_and_in_turn() -> None:
+def test_repeats_of_main_settings_come_first_in_alternation() -> None:
     assert turns()[:5] == [
         *("published 1/2", "tuned 1/2", "published 2/2", "tuned 2/2"),
         f"{ALONE[0].label} 1/1",
     ]
 
 
-def test_what_does_not_fit_is_left_out_by_name_and_the_rest_kept() -> None:
+def test_runs_beyond_the_time_budget_are_left_out_by_name() -> None:
     planned = order_repeats(ALL)
-    kept, left = fitting(planned, BUDGET_SECONDS)
-    assert set(kept) | set(left) == set(planned)
+    kept, left_out = fitting(planned, BUDGET_SECONDS)
+    assert set(kept) | set(left_out) == set(planned)
     assert sum(cell.expected_seconds for _, cell in kept) <= BUDGET_SECONDS
-    assert left
+    assert left_out
     text = describe(ALL, BUDGET_SECONDS, "my data")
     assert all(title in text for title in turns())
     assert "DATA='my data' make train-baseline-gpt2-large-1gpu" in text
 
 
-def test_the_train_command_names_the_patches_and_keeps_no_ledger() -> None:
+def test_train_command_names_the_patches_and_disables_the_communication_log() -> None:
     told = chosen("tuned", Options(runs=Path("r")))[0].job.variables
     assert (told["RUNTIME"], told["LEDGER"]) == ("host", "0")
     assert told["RUNS"].endswith(f"r/{FOLDER}/tuned")
@@ -131,21 +131,21 @@ def test_megatron_knows_every_flag_of_every_setting(megatron_parser: MegatronPar
         )
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
 def test_each_split_of_the_sample_holds_sequences_of_the_models_length(sample_prefix: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     data = IndexedDataset(
         str(sample_prefix)
     )  # Its lengths are its file's, mapped as long as it lives.
-    lengths, words = data.sequence_lengths, extra(PUBLISHED)
-    parts = [float(part) for part in words[words.index("--split") + 1].split(",")]
+    lengths, flags = data.sequence_lengths, extra(PUBLISHED)
+    parts = [float(part) for part in flags[flags.index("--split") + 1].split(",")]
     ends = [round(len(lengths) * sum(parts[: n + 1]) / sum(parts)) for n in range(len(parts))]
     for start, end in pairwise([0, *ends]):
         assert lengths[start:end].sum() > 4 * load_model("gpt2-large").shape.seq_length
 
 
-def test_every_patch_can_be_left_out_of_tuned_or_added_to_it_by_name() -> None:
+def test_patches_can_be_removed_from_or_added_to_the_tuned_setting_by_name() -> None:
     for name in NAMES:
         if name in fused(TUNED):
             (other,) = chosen(f"tuned-{name}")
@@ -169,7 +169,7 @@ def test_an_unknown_setting_is_refused_with_the_known_ones() -> None:
         chosen("published fast")
 
 
-def test_without_a_gpu_it_is_refused_in_a_sentence_and_nothing_is_written(
+def test_bench_without_a_gpu_is_refused_and_writes_nothing(
     no_gpu: FakeNvml, tmp_path: Path
 ) -> None:
     with pytest.raises(LaunchError, match="none is visible here; DRY_RUN=1 shows"):
@@ -218,7 +218,7 @@ Train = Callable[[Launch], tuple[Path, StatusRecord]]
 
 
 class Machine:
-    """A stand-in for training: runs leave a folder with a log, and end as the test says."""
+    """Fake machine: each run writes a folder with a log and ends with the status that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, runs: Path, data: Path) -> None:
         self.options = Options(data=str(data), runs=runs)
@@ -226,12 +226,14 @@ class Machine:
         self.refused = ""
         self.ends: dict[str, tuple[int, StatusRecord]] = {}
         self.limits: list[float | None] = []
-        self.said = ""
+        self.printed = ""
         monkeypatch.setattr(runner, "execute_launch", self._execute)
         monkeypatch.setattr(runner, "ensure_initial_checkpoint", lambda *_: None)
         monkeypatch.setattr(engine, "check_launch", self._check)
         monkeypatch.setattr(engine, "make_sample", lambda *_: None)
-        seconds = count()  # Folders are named by the second that they are made in.
+        seconds = (
+            count()
+        )  # Each folder needs another time, because folders are named by the second.
         monkeypatch.setattr(records, "utc_stamp", lambda: f"20260101T{next(seconds):06}Z")
 
     def _check(self, launch: Launch, **_: bool) -> None:
@@ -254,7 +256,7 @@ class Machine:
         asked = settings(names, self.options)
         console = Console(file=io.StringIO(), width=1000)
         code = run_experiment(replace(asked, budget_seconds=budget), OUTPUT, console)
-        self.said = console.file.getvalue()  # type: ignore[attr-defined]
+        self.printed = console.file.getvalue()  # type: ignore[attr-defined]
         return code, read_bench(self.options.runs) or Bench(())
 
 
@@ -265,35 +267,35 @@ def machine(
     return Machine(monkeypatch, tmp_path, sample_prefix)
 
 
-def test_what_was_measured_is_read_from_its_run_folders(machine: Machine) -> None:
+def test_measurements_are_read_from_run_folders(machine: Machine) -> None:
     code, bench = machine.bench("bf16 published+norm")
     assert (code, machine.trained) == (0, ["published+norm", "bf16"])
     assert [(row.name, row.dtype, row.fused) for row in bench.rows] == [
         ("published+norm", "fp16", ("norm",)),
         ("bf16", "bf16", ()),
     ]
-    assert "published+norm  fp16  norm  401.0  401.0  ×0.916" in machine.said
+    assert "published+norm  fp16  norm  401.0  401.0  ×0.916" in machine.printed
 
 
-def test_a_second_call_makes_what_the_first_left_out(machine: Machine) -> None:
+def test_second_call_trains_the_runs_that_the_first_left_out(machine: Machine) -> None:
     machine.bench("bf16")
     machine.bench("bf16 published+norm")
     assert machine.trained == ["bf16", "published+norm"]
 
 
-def test_a_run_that_fails_is_named_the_others_are_trained_and_it_is_tried_again(
+def test_failed_run_is_named_and_retried_while_other_runs_are_trained(
     machine: Machine,
 ) -> None:
     machine.refused = "tuned"
     assert machine.bench("bf16 tuned")[0] == 1
     assert machine.trained == ["tuned", "bf16"]
-    assert "it fell over" in machine.said
+    assert "it fell over" in machine.printed
     machine.trained.clear()
     assert machine.bench("bf16 tuned")[0] == 1
     assert machine.trained == ["tuned"]
 
 
-def test_iterations_that_were_timed_before_a_run_fell_over_count_with_a_note(
+def test_timed_iterations_of_a_crashed_run_count_with_a_note(
     machine: Machine,
 ) -> None:
     fell_over = StatusRecord(Status.CRASHED, 1, "The profiler fell over.")
@@ -306,19 +308,21 @@ def test_iterations_that_were_timed_before_a_run_fell_over_count_with_a_note(
     assert norm.note == bf16.note == "crashed: The profiler fell over."
 
 
-def test_a_setting_that_cannot_work_here_is_said_with_the_rule(machine: Machine) -> None:
+def test_setting_that_the_device_cannot_run_is_listed_with_the_rule(machine: Machine) -> None:
     assert machine.bench("bf16 published+attention_flash")[0] == 1
     assert machine.trained == ["bf16"]
-    assert machine.said.count("FUSED=attention_flash needs another GPU.") == 2
+    assert machine.printed.count("FUSED=attention_flash needs another GPU.") == 2
 
 
-def test_what_no_time_is_left_for_is_left_out(machine: Machine) -> None:
+def test_runs_are_left_out_once_no_time_remains(machine: Machine) -> None:
     code, _ = machine.bench("bf16 tuned", budget=1.0)
     assert (code, machine.trained) == (0, [])
-    assert machine.said.count(NO_TIME) == 5  # Of each run as it is passed over, and in the table.
+    assert (
+        machine.printed.count(NO_TIME) == 5
+    )  # The reason is printed for each skipped run and in the table.
 
 
-def test_each_run_gets_the_time_that_is_left(
+def test_each_run_is_limited_to_the_remaining_time(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = chain([0.0, 0.0], repeat(10.0))
@@ -327,7 +331,7 @@ def test_each_run_gets_the_time_that_is_left(
     assert machine.limits == [490.0]
 
 
-def test_without_ceilings_the_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_continue_if_ceilings_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(command: object, **_: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess((), 1, "", "RuntimeError: CUDA error: out of memory")
 
@@ -338,7 +342,7 @@ def test_without_ceilings_the_runs_go_on(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.slow
-def test_the_main_settings_train_and_are_measured_on_a_small_model_here(
+def test_main_settings_train_and_are_measured_on_a_small_model(
     tmp_path: Path, sample_prefix: Path
 ) -> None:
     def small(cell: Cell) -> Cell:

@@ -1,4 +1,4 @@
-"""What is made of `make bench NAME=gpu`'s run folders."""
+"""Rows and tables from the run folders of `make bench NAME=gpu`."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ def made(
     status: StatusRecord | None = None,
     **changes: object,
 ) -> Path:
-    """A run of a setting: warm-up of twice the time, then a scatter of a millisecond about it."""
+    """Write a run of a setting: warm-up iterations take twice `ms`, timed ones `ms` with a millisecond of scatter."""
     record = run_record(name, exit_interval=32, **changes)
     times = [ms * (2 if n <= 12 else 1) + n % 3 - 1 for n in range(1, count + 1)]
     folder = write_run(runs / FOLDER / setting, record, log_text(times))
@@ -49,7 +49,7 @@ def row_of(runs: Path) -> BenchRow:
     return row
 
 
-def test_a_run_is_kept_with_the_iterations_after_the_warm_up(tmp_path: Path) -> None:
+def test_run_counts_with_its_iterations_after_the_warm_up(tmp_path: Path) -> None:
     made(tmp_path, "bf16", dtype="bf16", environment={variables.FUSED: "norm"})
     row = row_of(tmp_path)
     assert row.entry is not None
@@ -57,7 +57,7 @@ def test_a_run_is_kept_with_the_iterations_after_the_warm_up(tmp_path: Path) -> 
     assert (row.name, row.dtype, row.fused, row.note) == ("bf16", "bf16", ("norm",), "")
 
 
-def test_what_is_profiled_is_not_timed(tmp_path: Path) -> None:
+def test_profiled_iterations_are_not_timed(tmp_path: Path) -> None:
     argv = (*run_record("r").argv, *PROFILED)
     made(tmp_path, "published", argv=argv, count=68)
     row = row_of(tmp_path)
@@ -73,7 +73,7 @@ def test_a_run_that_is_too_short_is_no_result(tmp_path: Path) -> None:
     assert "has 15 of 20 timed iterations" in row.note
 
 
-def test_what_was_timed_before_a_run_fell_over_counts_with_a_note(tmp_path: Path) -> None:
+def test_timed_iterations_of_a_crashed_run_count_with_a_note(tmp_path: Path) -> None:
     made(tmp_path, "bf16", status=StatusRecord(Status.CRASHED, 1, "It fell over."))
     row = row_of(tmp_path)
     assert row.entry is not None
@@ -81,12 +81,12 @@ def test_what_was_timed_before_a_run_fell_over_counts_with_a_note(tmp_path: Path
     assert row.note == "crashed: It fell over."
 
 
-def test_a_run_that_fell_over_before_has_its_reason(tmp_path: Path) -> None:
+def test_run_that_crashed_before_timing_has_a_reason(tmp_path: Path) -> None:
     made(tmp_path, "bf16", count=20, status=StatusRecord(Status.CRASHED, 1, "It fell over."))
     assert (row_of(tmp_path).entry, row_of(tmp_path).note) == (None, "crashed: It fell over.")
 
 
-def test_repeats_are_a_row_and_other_conditions_or_settings_are_left_out(tmp_path: Path) -> None:
+def test_row_contains_repeats_under_equal_conditions_only(tmp_path: Path) -> None:
     made(tmp_path, "bf16", 900, name="20260101T000000Z-a", software={"torch": "2.9.0"})
     made(tmp_path, "old", 900, name="20260101T000100Z-a", software={"torch": "2.9.0"})
     made(tmp_path, "bf16", 800, name="20260101T000200Z-a", dtype="bf16")
@@ -99,9 +99,7 @@ def test_repeats_are_a_row_and_other_conditions_or_settings_are_left_out(tmp_pat
 
 
 @pytest.mark.parametrize("trace", [b"", gzip.compress(b'{"traceEvents": []}')[:-9]])
-def test_a_trace_that_cannot_be_read_is_a_note_and_the_times_count(
-    trace: bytes, tmp_path: Path
-) -> None:
+def test_unreadable_trace_gives_a_note_and_times_still_count(trace: bytes, tmp_path: Path) -> None:
     folder = made(tmp_path, "published", count=68, argv=(*run_record("r").argv, *PROFILED))
     (folder / TRACE).parent.mkdir()
     (folder / TRACE).write_bytes(trace)
@@ -121,7 +119,7 @@ PRODUCT = {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 1, "dur": 5000}
 
 
 @pytest.mark.parametrize(("device", "seen"), [(DeviceKind.CPU, True), (DeviceKind.GPU, False)])
-def test_on_a_gpu_a_trace_of_the_host_alone_is_no_split(
+def test_trace_without_gpu_kernels_gives_no_kernel_split(
     device: DeviceKind, seen: bool, tmp_path: Path
 ) -> None:
     argv = (*run_record("r").argv, *PROFILED)
@@ -131,7 +129,7 @@ def test_on_a_gpu_a_trace_of_the_host_alone_is_no_split(
     assert ("saw nothing of the GPU" in row.note) != seen
 
 
-def test_settings_are_next_to_mark_and_floor(tmp_path: Path) -> None:
+def test_table_compares_settings_with_published_mark_and_floor(tmp_path: Path) -> None:
     argv = (*run_record("r").argv, *PROFILED)
     traced(made(tmp_path, "published", 438.0, count=68, argv=argv), STEP, PRODUCT)
     made(tmp_path, "published", 440.0, count=68, name="20260101T000200Z-a", argv=argv)
@@ -147,6 +145,6 @@ def test_settings_are_next_to_mark_and_floor(tmp_path: Path) -> None:
     assert kernels.lines == (("GEMM", "5.0"), ("gaps", "4.0"))
 
 
-def test_no_bench_no_table(tmp_path: Path) -> None:
+def test_folder_without_a_bench_gives_no_table(tmp_path: Path) -> None:
     assert read_bench(tmp_path) is None
     assert bench_tables(None) == ()

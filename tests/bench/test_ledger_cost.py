@@ -16,24 +16,24 @@ def times(fastest_ms: float, scatter_ms: float = 0.01) -> list[float]:
 
 
 def cost(off_ms: list[float], on_ms: list[float]) -> LedgerCost:
-    """Of a run whose odd iterations are off, after those that do not count."""
+    """Return the cost of a run whose odd iterations are unwatched, after its warm-up iterations."""
     pairs = [ms for pair in zip(off_ms, on_ms, strict=False) for ms in pair]
     return cost_of([{11 + n: ms for n, ms in enumerate(pairs)}])
 
 
 def test_cost_is_the_ratio_of_the_fastest_halves_with_its_interval() -> None:
-    found = cost(times(100), times(101))
-    assert found.over.ratio == pytest.approx(1.01, rel=1e-3)
-    assert found.over.low is not None
-    assert found.over.high is not None
-    assert found.over.low < found.over.ratio < found.over.high
-    assert found.verdict == "at most 2%: kept"
-    assert not found.is_above_limit
-    assert "×1.0100" in str(found)
-    assert "the fastest half of 100 iterations each" in str(found)
+    ledger_cost = cost(times(100), times(101))
+    assert ledger_cost.over.ratio == pytest.approx(1.01, rel=1e-3)
+    assert ledger_cost.over.low is not None
+    assert ledger_cost.over.high is not None
+    assert ledger_cost.over.low < ledger_cost.over.ratio < ledger_cost.over.high
+    assert ledger_cost.verdict == "at most 2%: kept"
+    assert not ledger_cost.is_above_limit
+    assert "×1.0100" in str(ledger_cost)
+    assert "the fastest half of 100 iterations each" in str(ledger_cost)
 
 
-def test_what_other_load_adds_to_some_iterations_is_left_out() -> None:
+def test_iterations_slowed_by_other_load_do_not_count() -> None:
     disturbed = [ms + 50 * (k % 3 == 0) for k, ms in enumerate(times(100))]
     assert cost(times(100), disturbed).over.ratio == pytest.approx(1, abs=1e-3)
 
@@ -46,12 +46,12 @@ def test_what_other_load_adds_to_some_iterations_is_left_out() -> None:
     ],
 )
 def test_verdict_follows_the_interval(on: list[float], verdict: str) -> None:
-    found = cost(times(100, 9 if "noisy" in verdict else 0.01), on)
-    assert found.verdict == verdict
-    assert found.is_above_limit == ("not kept" in verdict)
+    ledger_cost = cost(times(100, 9 if "noisy" in verdict else 0.01), on)
+    assert ledger_cost.verdict == verdict
+    assert ledger_cost.is_above_limit == ("not kept" in verdict)
 
 
-def test_few_iterations_are_a_sentence() -> None:
+def test_too_few_iterations_are_refused() -> None:
     with pytest.raises(LaunchError, match="Only 3 iterations of each kind count; raise ITERS"):
         cost([1.0] * 3, [1.0] * 30)
 
@@ -60,12 +60,12 @@ def test_odd_iterations_are_not_watched_and_warm_up_does_not_count() -> None:
     assert kinds({i: float(i) for i in range(1, 15)}) == ([11, 13], [12, 14])
 
 
-def test_without_the_ledger_there_is_nothing_to_measure() -> None:
+def test_run_without_communication_log_is_refused() -> None:
     with pytest.raises(LaunchError, match="LEDGER=0 leaves nothing to measure"):
         refuse_without_ledger(load_experiment("bench_ledger", Options(ledger=False)))
 
 
-def test_the_run_switches_the_ledger_and_lies_apart_from_others() -> None:
+def test_bench_run_alternates_the_communication_log_and_has_its_own_folder() -> None:
     experiment = load_experiment("bench_ledger", Options())
     assert [cell.job.target for cell in experiment.cells] == ["train-tp2-gpt2-tiny-2cpu"]
     assert experiment.file.environment == {variables.LEDGER_ALTERNATE: "1"}
@@ -85,10 +85,10 @@ def test_ledger_is_on_unless_switched_off() -> None:
     assert not options_from_texts({"LEDGER": "0"}).ledger
 
 
-def test_kinds_of_iterations_of_the_same_run_are_compared_more_finely_than_runs() -> None:
-    one, two = times(100, 0.1), times(101, 0.1)
-    runs = [estimate_time([kind]) for kind in (one, two)]
+def test_comparison_within_a_run_detects_smaller_differences_than_between_runs() -> None:
+    first, second = times(100, 0.1), times(101, 0.1)
+    runs = [estimate_time([kind]) for kind in (first, second)]
     assert runs[0] is not None
     assert runs[1] is not None
     assert compare_times(*runs).verdict is TimeVerdict.NOISE
-    assert compare_within_runs([one], [two], fastest_half).verdict is TimeVerdict.SLOWER
+    assert compare_within_runs([first], [second], fastest_half).verdict is TimeVerdict.SLOWER

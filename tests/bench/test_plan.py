@@ -7,7 +7,7 @@ from tests.bench.plan import compared, of_report, of_search
 
 
 @pytest.mark.slow
-def test_each_piece_of_work_has_its_line_with_a_ratio(tmp_path):
+def test_each_benchmark_prints_a_line_with_a_ratio(tmp_path):
     work = {
         "a search": of_search(load_model("gpt2-tiny"), 2, "a100", 8),
         "a report": of_report(tmp_path, runs=12),

@@ -29,22 +29,22 @@ def rows() -> tuple[Residual, ...]:
     return compute_residuals(read_measurements(SIMUMAX_ROWS)[0]).predicted
 
 
-@pytest.mark.parametrize(("what", "wanted"), PLANNED_MEMORY.items())
+@pytest.mark.parametrize(("architecture", "wanted"), PLANNED_MEMORY.items())
 def test_memory_that_simumax_measured_is_predicted(
-    rows: tuple[Residual, ...], what: str, wanted: float
+    rows: tuple[Residual, ...], architecture: str, wanted: float
 ) -> None:
     errors = [
         abs(row.error)
         for row in rows
         if metric_kind(row.measurement.metric) == MEMORY
-        and bool(row.measured_run.spec.shape.experts) is (what == "mixtures")
+        and bool(row.measured_run.spec.shape.experts) is (architecture == "mixtures")
     ]
-    assert len(errors) == {"dense": 15, "mixtures": 4}[what]
+    assert len(errors) == {"dense": 15, "mixtures": 4}[architecture]
     assert max(errors) < wanted / 2
 
 
 def checkout(folder: Path, package: str, code: str) -> Path:
-    """A planner that says what `code` does."""
+    """Write a checkout of a planner whose answers are computed by `code`."""
     for name, text in {
         "calculon/__init__.py": "",
         "simumax/__init__.py": "",
@@ -55,7 +55,7 @@ def checkout(folder: Path, package: str, code: str) -> Path:
     return folder
 
 
-def test_a_planner_is_asked_in_a_process_of_its_own_and_compared_on_what_it_answers(
+def test_other_planner_runs_in_its_own_process_and_is_compared_on_rows_it_answers(
     tmp_path: Path, rows: tuple[Residual, ...]
 ) -> None:
     answers = (
@@ -67,15 +67,15 @@ def test_a_planner_is_asked_in_a_process_of_its_own_and_compared_on_what_it_answ
     )
     checkout(tmp_path, "simumax/__init__.py", "")
     planner = Planner("Fixed", "import json, sys\n" + answers, simumax_job)
-    found = list(compared(rows, {planner: tmp_path}))
-    timed = [line for line in found if line.kind == "time, MooreThreads/SimuMax B200, dense"]
+    comparisons = list(compared(rows, {planner: tmp_path}))
+    timed = [line for line in comparisons if line.kind == "time, MooreThreads/SimuMax B200, dense"]
     assert [(len(line.errors), line.rows) for line in timed] == [(25, 31)]
-    lines = markdown_table(table(found)).splitlines()
+    lines = markdown_table(table(comparisons)).splitlines()
     assert len(lines) == 2 + 4
     assert "| Fixed | 25 of 31 |" in "".join(lines)
 
 
-def test_a_checkout_without_the_planner_is_refused_with_where_its_environment_goes(
+def test_refusal_of_checkout_without_the_planner_names_the_environment_folder(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(
@@ -84,7 +84,7 @@ def test_a_checkout_without_the_planner_is_refused_with_where_its_environment_go
         asked(CALCULON, tmp_path, [])
 
 
-def test_calculon_is_asked_what_it_can_express(rows: tuple[Residual, ...]) -> None:
+def test_calculon_gets_only_rows_that_it_can_express(rows: tuple[Residual, ...]) -> None:
     jobs = [job for run in paper_runs() if (job := calculon_job(run))]
     assert len(jobs) == 8
     assert {job["exe"]["activation_recompute"] for job in jobs} == {"full", "attn_only"}
@@ -93,7 +93,7 @@ def test_calculon_is_asked_what_it_can_express(rows: tuple[Residual, ...]) -> No
     assert not any(calculon_job(row.measured_run) for row in rows)
 
 
-def test_simumax_is_asked_all_of_its_own_rows_and_none_of_an_a100(
+def test_simumax_gets_all_its_own_rows_and_no_a100_rows(
     rows: tuple[Residual, ...],
 ) -> None:
     jobs = [simumax_job(row.measured_run) for row in rows]
@@ -104,7 +104,7 @@ def test_simumax_is_asked_all_of_its_own_rows_and_none_of_an_a100(
     assert SIMUMAX.job is simumax_job
 
 
-def test_one_rate_that_their_machine_reached_brings_ours_near(tmp_path: Path) -> None:
+def test_calibration_text_is_read_from_a_measured_rate_of_simumax(tmp_path: Path) -> None:
     named = "b=1, m=4096, k=8192, n=57344, layout=TN, accumulate=False, out_dtype=bf16"
     matmul = {"tflops": 2250.0, "accurate_efficient_factor": {named: 0.4}}
     file = tmp_path / "configs" / "system" / "b200_bf16_ceperm.json"

@@ -10,18 +10,18 @@ from tests.bench.synthetic_text import synthetic_documents, unseen_documents
 
 
 @pytest.mark.slow
-def test_it_measures_this_tool_and_tokenizers(capsys, monkeypatch):
+def test_bench_measures_this_tool_and_hugging_face_tokenizers(capsys, monkeypatch):
     monkeypatch.delenv("MEGATRON_LM", raising=False)
     assert main(["--mb", "0.2", "--repeats", "2", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert len(found["ours"]) == 2
-    assert found["tokenizers"]["megabytes_per_second"] > 0
-    assert found["tokenizers"]["processor_seconds"] > 0
-    assert found["megatron"] is None
+    data = json.loads(capsys.readouterr().out)
+    assert len(data["ours"]) == 2
+    assert data["tokenizers"]["megabytes_per_second"] > 0
+    assert data["tokenizers"]["processor_seconds"] > 0
+    assert data["megatron"] is None
 
 
 def test_ratios_are_printed_with_the_median(capsys):
-    found = ToolComparison(
+    comparison = ToolComparison(
         input_bytes=100_000_000,
         threads=2,
         ours=(Rate(80, 2), Rate(100, 2), Rate(50, 4)),
@@ -30,14 +30,14 @@ def test_ratios_are_printed_with_the_median(capsys):
         megatron=Rate(4, 40),
         same_bytes=True,
     )
-    text = "\n".join(describe(found))
+    text = "\n".join(describe(comparison))
     assert "100 MB of JSON lines, 2 cores" in text
     assert "80.0 MB/s" in text
     assert "median of 3, 50.0 to 100.0" in text
     assert "10.0 times as fast (10.0 by processor time)" in text
     assert "20.0 times as fast (20.0 by processor time), same bytes" in text
     assert "160.0 MB/s; 50% of it reached" in text
-    assert "set MEGATRON_LM" in "\n".join(describe(replace(found, megatron=None)))
+    assert "set MEGATRON_LM" in "\n".join(describe(replace(comparison, megatron=None)))
 
 
 def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):
@@ -46,13 +46,13 @@ def test_a_folder_that_is_no_checkout_is_refused(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_it_makes_the_bytes_of_megatrons_script(capsys):
+def test_output_has_the_same_bytes_as_that_of_the_megatron_script(capsys):
     checkout = os.environ.get("MEGATRON_LM")
     if not checkout or not (Path(checkout) / "tools" / "preprocess_data.py").is_file():
         pytest.skip("set MEGATRON_LM to a Megatron-LM checkout")
     assert main(["--mb", "128", "--megatron-lm", checkout, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["same_bytes"]
+    data = json.loads(capsys.readouterr().out)
+    assert data["same_bytes"]
 
 
 def test_a_checkout_whose_tokenizer_cannot_be_loaded_is_refused_before_anything_runs(
@@ -64,15 +64,15 @@ def test_a_checkout_whose_tokenizer_cannot_be_loaded_is_refused_before_anything_
     assert "reads GPT-2's tokenizer with the package transformers" in capsys.readouterr().err
 
 
-def test_english_is_the_same_for_the_same_seed_and_of_the_size_asked_for():
-    one, again = list(synthetic_documents(50_000, 3)), list(synthetic_documents(50_000, 3))
-    assert one == again
-    assert 50_000 <= sum(map(len, one)) < 120_000
-    assert one != list(synthetic_documents(50_000, 4))
+def test_english_text_is_deterministic_and_has_the_requested_size():
+    first, again = list(synthetic_documents(50_000, 3)), list(synthetic_documents(50_000, 3))
+    assert first == again
+    assert 50_000 <= sum(map(len, first)) < 120_000
+    assert first != list(synthetic_documents(50_000, 4))
 
 
-def test_unseen_words_do_not_come_again():
-    words = " ".join(unseen_documents(200_000)).replace("，", " ").replace("、", " ").split()
-    long = [word for word in words if len(word) > 4]
+def test_unseen_text_never_repeats_a_word():
+    tokens = " ".join(unseen_documents(200_000)).replace("，", " ").replace("、", " ").split()
+    long = [word for word in tokens if len(word) > 4]
     assert len(long) > 3000
     assert len(set(long)) > 0.99 * len(long)

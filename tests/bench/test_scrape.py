@@ -8,7 +8,7 @@ from parakit.config.files import ROOT
 from tests.bench.scrape import bench_scrape
 
 
-def test_bench_says_how_fast_beside_a_plain_reader_and_in_how_much_memory():
+def test_bench_reports_speed_relative_to_a_plain_reader_and_peak_memory():
     result = bench_scrape(2_000)
     assert result.iterations == 2_000
     assert str(result).startswith("2,000 iterations, 1 MB: ")
@@ -18,10 +18,10 @@ def test_bench_says_how_fast_beside_a_plain_reader_and_in_how_much_memory():
 
 
 @pytest.mark.slow
-def test_memory_of_the_process_that_started_it_is_not_its_own():
+def test_peak_memory_excludes_that_of_the_parent_process():
     program = "from tests.bench.scrape import bench_scrape; r = bench_scrape(9);"
-    own = [sys.executable, "-c", program + "print(r.peak_memory_mib)"]
-    large = f"large = bytearray(2**29); import subprocess; subprocess.run({own})"
+    command = [sys.executable, "-c", program + "print(r.peak_memory_mib)"]
+    large = f"large = bytearray(2**29); import subprocess; subprocess.run({command})"
     done = subprocess.run(
         [sys.executable, "-c", large], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -29,7 +29,7 @@ def test_memory_of_the_process_that_started_it_is_not_its_own():
 
 
 @pytest.mark.slow
-def test_half_a_million_iterations_take_250_mb():
+def test_scraping_half_a_million_iterations_needs_at_most_250_mb():
     program = (
         "from tests.bench.scrape import bench_scrape; r = bench_scrape();"
         "print(r.peak_memory_mib, r.log_bytes)"

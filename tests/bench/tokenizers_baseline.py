@@ -1,4 +1,4 @@
-"""What one would write by hand with Hugging Face `tokenizers`; the benchmark's constant opponent.
+"""Straightforward use of Hugging Face `tokenizers`, the constant baseline of the benchmark.
 
 `python -m tests.bench.tokenizers_baseline IN.jsonl OUT.bin`
 """

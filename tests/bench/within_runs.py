@@ -1,4 +1,4 @@
-"""Two kinds of iterations of the same runs, whose differences between runs cancel out."""
+"""Comparison of two kinds of iterations within runs, by which differences between runs cancel out."""
 
 from __future__ import annotations
 
@@ -14,29 +14,36 @@ Centre = Callable[[Floats], float]
 
 
 def fastest_half(values: Floats) -> float:
-    """The mean of the lower half: what else a machine does only adds to times."""
+    """Return the mean of the lower half, because other load only adds to times."""
     return float(np.sort(values)[: max(1, len(values) // 2)].mean())
 
 
 def compare_within_runs(
     reference: Sequence[Sequence[float]], other: Sequence[Sequence[float]], centre: Centre
 ) -> TimeComparison:
-    """The other kind's time over the reference's, with the interval of a block bootstrap."""
-    one, two = ([np.asarray(run, dtype=float) for run in runs] for runs in (reference, other))
-    ratio = float(np.mean([centre(run) for run in two]) / np.mean([centre(run) for run in one]))
+    """Return the time ratio of `other` over `reference` with the interval of a block bootstrap."""
+    reference_runs, other_runs = (
+        [np.asarray(run, dtype=float) for run in runs] for runs in (reference, other)
+    )
+    ratio = float(
+        np.mean([centre(run) for run in other_runs])
+        / np.mean([centre(run) for run in reference_runs])
+    )
     generator = np.random.default_rng(20250901)
-    lengths = {id(run): block_length(run) if len(run) > 1 else 1 for run in (*one, *two)}
+    lengths = {
+        id(run): block_length(run) if len(run) > 1 else 1 for run in (*reference_runs, *other_runs)
+    }
 
     def drawn(runs: Sequence[Floats]) -> float:
-        """The centre of circular blocks of as many runs as there are, drawn anew."""
+        """Return the centre of a bootstrap sample: as many runs, of circular blocks."""
         parts = []
-        for values in (runs[place] for place in generator.integers(len(runs), size=len(runs))):
+        for values in (runs[index] for index in generator.integers(len(runs), size=len(runs))):
             count, length = len(values), lengths[id(values)]
             starts = generator.integers(count, size=(-(-count // length), 1))
             parts.append(values[((starts + np.arange(length)) % count).ravel()[:count]])
         return centre(np.concatenate(parts))
 
-    draws = [drawn(two) / drawn(one) for _ in range(_DRAWS)]
+    draws = [drawn(other_runs) / drawn(reference_runs) for _ in range(_DRAWS)]
     low, high = np.quantile(draws, [0.025, 0.975]).tolist()
     verdict = TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
     verdict = TimeVerdict.NOISE if low <= 1 <= high else verdict

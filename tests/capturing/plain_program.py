@@ -1,4 +1,4 @@
-"""A training program of somebody else's: a small Llama in plain PyTorch, on one rank, FSDP2 or TP.
+"""Training program of a user: a small Llama in plain PyTorch, on a single rank, with FSDP2 or with TP.
 
 python -m tests.capturing.plain_program FOLDER    # A capture of each of `RUNS`.
 """
@@ -31,7 +31,7 @@ RUNS = {
     "fsdp divided twice": ("fsdp", "divided twice", 2),
     "tp not reduced": ("tp", "not reduced", 2),
 }
-"""By name how it is split, what is wrong with it, and its ranks."""
+"""Runs by name: how the model is split, the injected fault, and the number of ranks."""
 SAMPLES, LENGTH, MICRO_BATCH, WIDTH, HEAD, VOCABULARY = 4, 12, 2, 32, 8, 64
 
 
@@ -42,7 +42,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         heads = (
-            one(x).unflatten(-1, (-1, HEAD)).transpose(1, 2) for one in (self.wq, self.wk, self.wv)
+            projection(x).unflatten(-1, (-1, HEAD)).transpose(1, 2)
+            for projection in (self.wq, self.wk, self.wv)
         )
         mixed = scaled_dot_product_attention(*heads, is_causal=True)
         out: Tensor = self.wo(mixed.transpose(1, 2).flatten(2))
@@ -88,7 +89,7 @@ class Llama(nn.Module):
 
 
 class NotReduced(RowwiseParallel):
-    """The fault: each rank goes on with its own term of the sum."""
+    """Inject a fault: each rank continues with its own term of the sum."""
 
     @staticmethod
     def _prepare_output_fn(_layouts, _local, _module, output, _mesh):  # type: ignore[no-untyped-def]
@@ -143,7 +144,7 @@ def train(rank: int, world: int, mode: str, folder: str, fault: str, store: str)
             loss = cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
             (loss / len(batches)).backward()
         for parameter in model.parameters() if fault == "divided twice" else ():
-            parameter.grad.div_(world)  # FSDP2 has averaged already.
+            parameter.grad.div_(world)  # FSDP2 has averaged the gradients already.
         optimizer.step()
     if world > 1:
         dist.destroy_process_group()
@@ -153,8 +154,8 @@ def main(folder: str) -> None:
     torch.set_num_threads(1)
     for name, (mode, fault, world) in RUNS.items():
         with tempfile.TemporaryDirectory() as scratch:
-            given = (world, mode, f"{folder}/{name}", fault, f"{scratch}/store")
-            mp.start_processes(train, given, nprocs=world, start_method="fork")
+            arguments = (world, mode, f"{folder}/{name}", fault, f"{scratch}/store")
+            mp.start_processes(train, arguments, nprocs=world, start_method="fork")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A step of a plain PyTorch program: captured in ten lines, compared without launching anything."""
+"""Captures of a plain PyTorch program: ten lines capture a step, and the comparison launches nothing."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from parakit.experiments.captures import judge_captures
 from tests.given import run
 
 SLOW = pytest.mark.slow
-"""Nine processes that import torch's distributed tensors."""
+"""Mark of tests that need nine processes with torch's distributed tensors."""
 
 
 @pytest.fixture(scope="module")
 def captures(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Captures of the program on one rank, under FSDP2 and TP, and with a fault in either."""
+    """Return captures of the program on a single rank, with FSDP2 and TP, and with a fault in either."""
     folder = tmp_path_factory.mktemp("captures")
     command = (sys.executable, "-m", "tests.capturing.plain_program", str(folder))
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
@@ -39,26 +39,26 @@ def verdict(captures: Path, name: str) -> VerifyVerdict:
 @SLOW
 @pytest.mark.parametrize("split", ["fsdp", "tp"])
 def test_captures_under_fsdp_and_tp_agree_with_one_rank(captures: Path, split: str) -> None:
-    found = verdict(captures, split)
-    assert (found.verdict, found.not_aligned) == (VerifyOutcome.HELD, ())
-    assert found.compared == found.seen > 200
+    result = verdict(captures, split)
+    assert (result.verdict, result.not_aligned) == (VerifyOutcome.HELD, ())
+    assert result.compared == result.seen > 200
 
 
 @SLOW
 def test_comparison_finds_gradients_that_are_averaged_twice(captures: Path) -> None:
-    found = verdict(captures, "fsdp divided twice")
-    assert (found.verdict, found.stage) == (VerifyOutcome.DIFFERS, CaptureStage.REDUCED_GRADIENTS)
-    assert (found.ranks, found.factor) == ((0, 1), pytest.approx(0.5))
+    result = verdict(captures, "fsdp divided twice")
+    assert (result.verdict, result.stage) == (VerifyOutcome.DIFFERS, CaptureStage.REDUCED_GRADIENTS)
+    assert (result.ranks, result.factor) == ((0, 1), pytest.approx(0.5))
 
 
 @SLOW
 def test_comparison_names_the_module_that_lacks_an_all_reduce(
     captures: Path,
 ) -> None:
-    found = verdict(captures, "tp not reduced")
-    assert (found.verdict, found.stage) == (VerifyOutcome.DIFFERS, CaptureStage.OUTPUTS)
-    assert found.module == "layers.1.feed_forward.w2"
-    assert "sum" in str(found.kind)
+    result = verdict(captures, "tp not reduced")
+    assert (result.verdict, result.stage) == (VerifyOutcome.DIFFERS, CaptureStage.OUTPUTS)
+    assert result.module == "layers.1.feed_forward.w2"
+    assert "sum" in str(result.kind)
 
 
 @SLOW
@@ -81,8 +81,8 @@ def test_inspect_compares_two_captures_and_exits_with_the_verdict(
 def test_perturb_changes_each_element_by_the_epsilon_of_its_dtype(dtype: torch.dtype) -> None:
     weight = torch.ones(64, dtype=dtype)
     perturb([("a name", weight)])
-    found = set((weight.double() - 1).tolist())
-    assert found == {sign * torch.finfo(dtype).eps for sign in (-1, 1)}
+    changes = set((weight.double() - 1).tolist())
+    assert changes == {sign * torch.finfo(dtype).eps for sign in (-1, 1)}
 
 
 def test_capture_refuses_groups_that_do_not_cover_all_ranks(

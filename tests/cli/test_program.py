@@ -1,4 +1,4 @@
-"""The one command: what runs anywhere, what needs a clone, and the wheel in an empty environment."""
+"""The program `parakit`: commands that run anywhere, commands that need a clone, and the wheel by itself."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ WHEEL_MEGABYTES = 120
 LOG = ROOT / "tests/reporting/logs/megatron-0.19.0.log"
 
 
-def test_a_clone_is_found_from_any_folder_in_it(tmp_path: Path) -> None:
+def test_clone_is_recognised_from_any_of_its_folders(tmp_path: Path) -> None:
     assert program.find_clone(ROOT / "tests" / "planner") == ROOT
     assert program.find_clone(tmp_path) is None
 
 
-def test_a_command_that_trains_outside_of_a_clone_says_so(
+def test_training_command_outside_of_a_clone_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -37,7 +37,7 @@ def test_a_command_that_trains_outside_of_a_clone_says_so(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_train_without_a_name_shows_one(
+def test_train_without_a_name_shows_an_example_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
@@ -59,8 +59,10 @@ def test_a_missing_package_is_named_with_the_extra_that_brings_it(
     assert "'parakit dryrun' needs torch" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [one.name for one in COMMANDS if one.packages is not None])
-def test_the_help_of_every_tool_has_the_commands_own_name(
+@pytest.mark.parametrize(
+    "name", [command.name for command in COMMANDS if command.packages is not None]
+)
+def test_help_of_every_tool_has_the_name_of_its_command(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
@@ -68,14 +70,14 @@ def test_the_help_of_every_tool_has_the_commands_own_name(
     assert capsys.readouterr().out.startswith(f"usage: parakit {name} ")
 
 
-def test_inspect_needs_nothing_that_only_training_does() -> None:
+def test_inspect_needs_no_packages_of_training() -> None:
     absent = "import sys; sys.modules.update(psutil=None, pynvml=None, packaging=None)"
     code = f"{absent}; from parakit.cli.program import main; sys.exit(main(['inspect', '--help']))"
     ended = subprocess.run((sys.executable, "-c", code), cwd=ROOT, capture_output=True, check=False)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
-def test_the_help_of_a_command_of_a_clone_has_the_variables_of_its_target(
+def test_help_of_a_clone_command_lists_the_variables_of_its_target(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with pytest.raises(SystemExit):
@@ -94,7 +96,7 @@ def test_help_shows_options_instead_of_make_variables(capsys: pytest.CaptureFixt
     assert "parakit plan --model gpt2-large --gpus 2" in capsys.readouterr().err
 
 
-def test_the_version_is_the_wheels(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_is_that_of_the_wheel(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         program.main(["--version"])
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -117,7 +119,7 @@ def test_the_version_is_the_wheels(capsys: pytest.CaptureFixture[str]) -> None:
         (("resume", "runs/one", "--runs", "x"), "resume", {"RUN": "runs/one", "RUNS": "x"}),
     ],
 )
-def test_options_of_a_command_of_a_clone_are_the_variables_of_its_target(
+def test_options_of_a_clone_command_are_the_variables_of_its_target(
     arguments: tuple[str, ...],
     target: str,
     variables: dict[str, str],
@@ -130,7 +132,9 @@ def test_options_of_a_command_of_a_clone_are_the_variables_of_its_target(
         return 0
 
     for variable in variables:
-        monkeypatch.setenv(variable, "")  # What the program sets is gone after the test.
+        monkeypatch.setenv(
+            variable, ""
+        )  # Environment variables that the program sets are removed after the test.
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(program, "run_target", start)
     assert program.main(arguments) == 0
@@ -142,7 +146,7 @@ def test_argument_that_is_no_option_is_refused(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err == "'-j' is no option; see --help.\n"
 
 
-def test_another_clones_program_is_started_where_that_clone_is(
+def test_program_of_another_clone_is_started_in_that_clone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("Makefile", "src/parakit/__main__.py"):
@@ -156,7 +160,7 @@ def test_another_clones_program_is_started_where_that_clone_is(
     assert started[0][-2:] == ("parakit", "status")
 
 
-def test_a_command_of_a_clone_runs_at_the_clones_root_from_any_folder_in_it(
+def test_clone_command_runs_at_the_root_from_any_folder_of_the_clone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started: list[Path] = []
@@ -171,14 +175,14 @@ def test_a_command_of_a_clone_runs_at_the_clones_root_from_any_folder_in_it(
     assert started == [ROOT]
 
 
-def test_the_program_is_the_same_as_a_module() -> None:
+def test_module_starts_the_program() -> None:
     command = (sys.executable, "-m", "parakit", "plan", "--help")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     assert ended.stdout.startswith("usage: parakit plan ")
 
 
 @pytest.mark.parametrize("module", ["plan", "report", "cli"])
-def test_the_modules_of_earlier_versions_name_the_command_of_today(module: str) -> None:
+def test_modules_of_earlier_versions_name_the_current_command(module: str) -> None:
     command = (sys.executable, "-m", f"tools.{module}")
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert ended.returncode == program.REFUSED
@@ -192,7 +196,7 @@ def test_the_modules_of_earlier_versions_name_the_command_of_today(module: str) 
         ("--itres=5", "There is no option --itres; did you mean --iters?\n"),
     ],
 )
-def test_an_option_of_a_command_of_a_clone_is_known_and_has_a_value(
+def test_option_of_a_clone_command_must_be_known_and_have_a_value(
     option: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""Stand-ins for Slurm's commands on PATH."""
+"""Fake Slurm commands on PATH."""
 
 import os
 from pathlib import Path
@@ -31,4 +31,4 @@ def run_folders(runs: Path) -> list[Path]:
 
 @pytest.fixture(autouse=True)
 def _quick_clock(quick_clock: None) -> None:
-    """For all tests of this folder."""
+    """Use the fast clock in all tests of this folder."""

@@ -1,6 +1,6 @@
-"""A node that has nothing to log is no hang; a run that hangs is ended with the stacks of all nodes.
+"""A node with nothing to log does not hang, and a hanging run is stopped with the stacks of all nodes.
 
-Two launchers of this machine run their shares, each in a thread of its own, with a script for torchrun.
+Two launchers of this machine run the parts of two nodes, each in a separate thread, with a script for torchrun.
 """
 
 import io
@@ -37,7 +37,7 @@ from tests.patience import PATIENCE
 pytestmark = pytest.mark.ranks
 
 LINES, TIMEOUT = 40, 20
-"""What one node says, and after how many of the other's lines a node's silence were a hang."""
+"""Number of lines that a node logs, and number of these lines after which the other node's silence would be a hang."""
 SPEAKING = (
     *("bash", "-c"),
     f"for i in {{1..{LINES}}}; do echo line; sleep 0.1; done; touch ${{KIT_STACKS%/*}}/said",
@@ -60,7 +60,7 @@ Shares = Callable[[Sequence[str], Sequence[str], float], list[object]]
 
 @pytest.fixture
 def shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shares]:
-    """Runs both nodes' commands; the exit code of each, or its error."""
+    """Return a function that runs the commands of both nodes and gives the exit code or error of each."""
     for module, name in (
         *((messages, "ANSWER_SECONDS"), (messages, "SILENT_SECONDS")),
         *((coordinator, "END_SECONDS"), (coordinator, "STACK_SECONDS"), (hang, "STACK_SECONDS")),
@@ -73,7 +73,9 @@ def shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shares]:
         first = stack.enter_context(Coordinator(nodes, NodeRecord("a", {}), PATIENCE))
         other = stack.enter_context(Worker(replace(nodes, rank=1), NodeRecord("b", {}), PATIENCE))
 
-        def run(mine: Sequence[str], theirs: Sequence[str], hang_timeout: float) -> list[object]:
+        def run(
+            first_command: Sequence[str], other_command: Sequence[str], hang_timeout: float
+        ) -> list[object]:
             results: list[object] = [None, None]
             (tmp_path / "run.json").write_text("{}")
 
@@ -81,13 +83,13 @@ def shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shares]:
                 folder = node_folder(other.join()[0], 1)
                 folder.mkdir(parents=True)
                 log = folder / "log.txt"
-                results[1] = share(theirs, hang_timeout, log, other, tmp_path)
+                results[1] = share(other_command, hang_timeout, log, other, tmp_path)
 
             first.gather()
             thread = threading.Thread(target=second, daemon=True)
             thread.start()
             first.announce(tmp_path)
-            results[0] = share(mine, hang_timeout, tmp_path / "log.txt", first, tmp_path)
+            results[0] = share(first_command, hang_timeout, tmp_path / "log.txt", first, tmp_path)
             thread.join(PATIENCE)
             return results
 
@@ -114,14 +116,14 @@ def share(
 
 
 def clock(now: Callable[[], float]) -> SimpleNamespace:
-    """A clock for the watch on logs, which is not this machine's: it may be slow to start ranks."""
+    """Return a simulated clock for the watch on logs, because this machine may be slow to start ranks."""
     return SimpleNamespace(monotonic=now, sleep=time.sleep)
 
 
 @pytest.mark.parametrize(
     "commands", [(SPEAKING, SILENT), pytest.param((SILENT, SPEAKING), marks=pytest.mark.slow)]
 )
-def test_a_node_whose_log_never_grows_is_not_ended_while_anothers_grows(
+def test_node_with_a_silent_log_is_not_stopped_while_another_log_grows(
     shares: Shares,
     commands: tuple[Sequence[str], Sequence[str]],
     tmp_path: Path,
@@ -137,24 +139,24 @@ def test_a_node_whose_log_never_grows_is_not_ended_while_anothers_grows(
     assert said() == LINES
 
 
-def rank(number: int, *words: str) -> Sequence[str]:
-    return ("env", f"RANK={number}", sys.executable, "-c", RANK, *words)
+def rank(number: int, *arguments: str) -> Sequence[str]:
+    return ("env", f"RANK={number}", sys.executable, "-c", RANK, *arguments)
 
 
-def test_a_hang_is_ended_with_the_stacks_of_all_nodes_and_names_the_rank_that_was_stopped(
+def test_hang_stops_the_run_with_stacks_of_all_nodes_and_names_the_stopped_rank(
     shares: Shares, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def now() -> float:
-        """Time begins once both ranks are where they stay, one of them stopped."""
+        """The clock starts once both ranks wait and one of them is stopped."""
         ready = (tmp_path / "log.txt").read_text().count("ready") == 2
         family = psutil.Process().children(recursive=True) if ready else []
         stopped = any(hang._is_stopped(process) for process in family)
         return time.monotonic() if stopped else -math.inf
 
     monkeypatch.setattr(hang, "time", clock(now))
-    (error, others) = shares(rank(0), rank(1, "stopped"), 3)
+    (error, other_error) = shares(rank(0), rank(1, "stopped"), 3)
     assert isinstance(error, EndedRunError)
-    assert isinstance(others, EndedRunError)
+    assert isinstance(other_error, EndedRunError)
     assert error.rank == 1
     assert "was stopped by a signal" in str(error)
     for number in (0, 1):

@@ -9,7 +9,7 @@ TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "10.0.0.1"}
 
 
 @pytest.mark.parametrize("environment", [{}, {"NNODES": "1"}, {"MASTER_ADDR": "10.0.0.1"}])
-def test_without_nnodes_a_run_is_on_one_machine(environment: dict[str, str]) -> None:
+def test_run_without_nnodes_is_on_a_single_machine(environment: dict[str, str]) -> None:
     assert parse_nodes(read_of(NODE_SETTINGS, environment)) is None
 
 
@@ -35,7 +35,7 @@ def test_a_wrong_variable_is_named_with_its_value(change: dict[str, str], messag
         parse_nodes(read_of(NODE_SETTINGS, TWO | change))
 
 
-def test_torchrun_starts_this_nodes_ranks_only_and_joins_the_others() -> None:
+def test_torchrun_starts_only_the_ranks_of_this_node_and_joins_the_other_nodes() -> None:
     nodes = Nodes(2, 1, "10.0.0.1", 29501)
     assert torchrun_command(4, "python", nodes)[3:] == (
         *("--nnodes", "2", "--nproc-per-node", "4", "--node-rank", "1"),
@@ -44,7 +44,7 @@ def test_torchrun_starts_this_nodes_ranks_only_and_joins_the_others() -> None:
 
 
 @pytest.mark.parametrize(("rank", "opens"), [(0, "is_host=1"), (1, "is_host=0")])
-def test_with_c10d_node_0_opens_the_store_whatever_its_name(rank: int, opens: str) -> None:
+def test_node_0_opens_the_c10d_store_regardless_of_its_name(rank: int, opens: str) -> None:
     flags = Nodes(2, rank, "10.0.0.1", 29501, Rendezvous.C10D).torchrun_flags(1)
     assert flags[4:] == (
         *("--rdzv-backend", "c10d", "--rdzv-endpoint", "10.0.0.1:29501"),

@@ -1,4 +1,4 @@
-"""Launchers that find each other over this machine's loopback, all in one process."""
+"""Rendezvous of launchers over the loopback of this machine, all in a single process."""
 
 import os
 import signal
@@ -33,7 +33,7 @@ HAS = {"torch": "2.15.0", "flags": "abc"}
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats ten times as often as in a run; nobody is lost because this machine is slow.
+    """Send heartbeats ten times as often as in a run, with limits that a slow machine does not exceed.
 
     torch waits for the resolver, 5 s or more, where a question to it is lost.
     """
@@ -63,7 +63,7 @@ Join = Callable[..., Worker]
 
 @pytest.fixture
 def join(port: int) -> Iterator[Join]:
-    """Connects further nodes."""
+    """Return a function that connects further nodes."""
     with ExitStack() as stack:
 
         def connect(
@@ -89,7 +89,7 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def started(first: Coordinator, join: Join, tmp_path: Path) -> Worker:
-    """Both past the start."""
+    """Return two nodes that have started."""
     other = join()
     first.gather()
     joining = in_thread(other.join)
@@ -100,12 +100,12 @@ def started(first: Coordinator, join: Join, tmp_path: Path) -> Worker:
 
 
 def leave(worker: Worker) -> None:
-    """As a launcher that ends before its share of the run is over."""
+    """End the node like a launcher that ends before its part of the run is over."""
     worker.stop()
 
 
 def join_and_leave(worker: Worker) -> object:
-    """As a launcher that ends with what `join` raises."""
+    """Join and end the node like a launcher that ends with the error of `join`."""
     try:
         return worker.join()
     finally:
@@ -113,7 +113,7 @@ def join_and_leave(worker: Worker) -> object:
 
 
 def in_thread(work: Callable[[], object]) -> Callable[[], list[Any]]:
-    """Start it; the answer waits for it and gives what it returned or raised."""
+    """Start work in a thread. The returned function waits for it and gives its result or error."""
     results: list[Any] = []
 
     def run() -> None:
@@ -137,13 +137,13 @@ def eventually(ask: Callable[[], str | None]) -> str | None:
 
 
 def wait_for_beats(first: Coordinator, count: int) -> None:
-    """Until so many more heartbeats of node 1 have come."""
+    """Wait until so many further heartbeats of node 1 have arrived."""
     for _ in range(count):
         last = first._records[1].beat
         until(lambda last=last: first._records[1].beat != last, "no heartbeat")
 
 
-def test_nodes_that_have_the_same_start_in_the_folder_that_node_0_made(
+def test_joining_nodes_start_in_the_folder_of_node_0(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     other = join()
@@ -159,7 +159,7 @@ def test_nodes_that_have_the_same_start_in_the_folder_that_node_0_made(
     assert first.finish(0) == 0
 
 
-def test_torchrun_gets_a_free_port_which_is_the_same_on_all_nodes(
+def test_torchrun_gets_the_same_free_port_on_all_nodes(
     first: Coordinator, join: Join, port: int, tmp_path: Path
 ) -> None:
     other = join()
@@ -209,14 +209,14 @@ def test_a_node_that_fails_ends_the_run_with_its_exit_code(
     leave(other)
     assert eventually(first.find_failure) == "Node 1 (b) ended with 7."
     assert first.finish(0) == 7
-    assert first.cause is None  # the log says why
+    assert first.cause is None  # The log contains the reason.
 
 
 GONE = "Node 1 (b): its launcher is gone."
 LOST = "Node 1 (b): it was lost: its launcher gives no sign."
 
 
-def test_a_launcher_that_ends_early_says_so_itself_because_no_log_does(
+def test_launcher_that_ends_early_reports_it_because_no_log_does(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     leave(started(first, join, tmp_path))
@@ -225,12 +225,14 @@ def test_a_launcher_that_ends_early_says_so_itself_because_no_log_does(
     assert first.finish(0) == 1
 
 
-def test_a_node_is_lost_after_so_many_looks_without_a_heartbeat_and_not_before(
+def test_node_is_lost_only_after_the_allowed_number_of_missing_heartbeats(
     port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "BEAT_SECONDS", 1.0)
     monkeypatch.setattr(messages, "SILENT_SECONDS", 3.0)
-    first = coordinator_at(port)  # Its thread is not begun: this test looks itself.
+    first = coordinator_at(
+        port
+    )  # The watching thread is not started, because this test calls the check itself.
 
     def look(beat: int) -> str | None:
         first._read_records([messages.encode(NodeRecord("b", HAS, beat=beat)).encode()])
@@ -240,7 +242,7 @@ def test_a_node_is_lost_after_so_many_looks_without_a_heartbeat_and_not_before(
     assert [look(8) for _ in range(4)] == [None, None, None, LOST]
 
 
-def test_a_launcher_that_is_killed_is_lost_without_its_heartbeats(
+def test_killed_launcher_is_lost_by_missing_heartbeats(
     first: Coordinator, port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code = (
@@ -265,7 +267,7 @@ def test_a_launcher_that_is_killed_is_lost_without_its_heartbeats(
         process.wait()
 
 
-def test_a_node_that_is_silent_is_lost_though_its_connection_stays(
+def test_silent_node_is_lost_although_its_connection_stays_open(
     first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = started(first, join, tmp_path)
@@ -274,7 +276,7 @@ def test_a_node_that_is_silent_is_lost_though_its_connection_stays(
     assert eventually(first.find_failure) == LOST
 
 
-def test_addresses_that_are_translated_between_the_nodes_name_no_interface(
+def test_translated_addresses_select_no_interface(
     first: Coordinator, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = join()
@@ -283,7 +285,7 @@ def test_addresses_that_are_translated_between_the_nodes_name_no_interface(
     assert first.gather().interface is None
 
 
-def test_a_launcher_that_fails_says_why_because_no_log_does(
+def test_failing_launcher_reports_the_reason_because_no_log_does(
     first: Coordinator, join: Join, tmp_path: Path
 ) -> None:
     started(first, join, tmp_path).finish(1, OSError(28, "No space left on device"))
@@ -325,20 +327,20 @@ def test_a_node_that_node_0_ended_is_not_the_cause(
     assert first.cause is None
 
 
-def test_the_others_stop_when_node_0_vanishes(
+def test_other_nodes_stop_if_node_0_vanishes(
     join: Join, tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with coordinator_at(port) as first:
         other = started(first, join, tmp_path)
-    # Its connection ends: nobody waits here until an answer is overdue.
+    # The connection ends, so nobody waits until an answer is overdue.
     monkeypatch.setattr(messages, "ANSWER_SECONDS", 10 * PATIENCE)
     assert eventually(other.find_failure) == "Node 0 was lost."
 
 
-def test_the_others_stop_when_node_0s_machine_no_longer_answers(
+def test_other_nodes_stop_if_the_machine_of_node_0_no_longer_answers(
     first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Its kernel closes nothing then, and torch waits without end.
+    # The kernel closes no connection in this case, and torch would wait forever.
     other = started(first, join, tmp_path)
     assert other.find_failure() is None
     never = threading.Event()
@@ -349,7 +351,7 @@ def test_the_others_stop_when_node_0s_machine_no_longer_answers(
 
 
 @pytest.mark.slow
-def test_a_store_that_is_slow_to_answer_loses_no_node(
+def test_slow_store_loses_no_node(
     first: Coordinator, join: Join, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = started(first, join, tmp_path)
@@ -364,7 +366,9 @@ def test_a_store_that_is_slow_to_answer_loses_no_node(
     monkeypatch.setattr(other, "_send_heartbeat", slowly(other._send_heartbeat))
     monkeypatch.setattr(first, "_read_records", slowly(first._read_records))
     wait_for_beats(first, 1)
-    monkeypatch.setattr(messages, "SILENT_SECONDS", 0.5)  # Less than one of its answers takes.
+    monkeypatch.setattr(
+        messages, "SILENT_SECONDS", 0.5
+    )  # The limit is shorter than a single answer of the store.
     wait_for_beats(first, 2)
     assert first.find_failure() is None
     assert other.find_failure() is None
@@ -381,7 +385,7 @@ def test_the_node_that_differs_is_named_with_both_values(first: Coordinator, joi
     assert "torch 2.14.0" in str(joining()[0])
 
 
-def test_what_stops_one_node_is_reported_on_node_0(first: Coordinator, join: Join) -> None:
+def test_cause_of_a_stopped_node_is_reported_on_node_0(first: Coordinator, join: Join) -> None:
     other = join(problem="Needs 2 GPUs, found 0.")
     with pytest.raises(LaunchError, match=r"^Needs 2 GPUs, found"):
         join_and_leave(other)
@@ -407,7 +411,7 @@ def test_a_folder_that_is_not_shared_is_refused_on_both_sides(
         waits_for_nodes = threading.current_thread() is threading.main_thread()
         return wait_until(holds, seconds if waits_for_nodes else 0.2)
 
-    # The other machine has a file of that name, but not node 0's. Only who looks for it gives up soon.
+    # The other machine has a file of that name, but not node 0's. Only the node that looks for the file gives up soon.
     monkeypatch.setattr(messages, "wait_until", wait)
     other = join()
     first.gather()
@@ -424,7 +428,7 @@ def test_a_folder_that_is_not_shared_is_refused_on_both_sides(
     assert "does not see" in str(joining()[0])
 
 
-def test_a_node_that_does_not_come_is_named_with_what_to_start(port: int) -> None:
+def test_missing_node_is_named_with_the_command_to_start_it(port: int) -> None:
     with coordinator_at(port, count=3, timeout=0.2) as lonely:
         message = r"Node 1, 2 of 3 did not come to 127\.0\.0\.1, port \d+, within 0 s"
         with pytest.raises(LaunchError, match=message):
@@ -438,11 +442,13 @@ def test_the_same_node_rank_twice_is_refused(first: Coordinator, join: Join) -> 
     assert first.gather().hosts == ("a", "c")
 
 
-def test_a_second_node_0_gives_way_to_the_one_at_the_address(
+def test_second_node_0_exits_in_favour_of_the_one_at_the_address(
     first: Coordinator, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     look = messages.find_node_0
-    monkeypatch.setattr(messages, "is_local_address", lambda _: False)  # As on another host.
+    monkeypatch.setattr(
+        messages, "is_local_address", lambda _: False
+    )  # The address looks like one of another host.
     monkeypatch.setattr(messages, "find_node_0", lambda address, _: look(address, port))
     with coordinator_at(find_free_port()) as second:
         with pytest.raises(LaunchError, match="NODE_RANK=0 is taken by host a at MASTER_ADDR=127"):
@@ -450,7 +456,7 @@ def test_a_second_node_0_gives_way_to_the_one_at_the_address(
         assert look("127.0.0.1", port) == first._node_0_record
 
 
-def test_node_0_may_be_reached_by_an_address_that_it_does_not_see(
+def test_node_0_may_be_reached_by_an_address_that_is_not_local(
     port: int, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(messages, "is_local_address", lambda _: False)
@@ -465,7 +471,7 @@ def test_a_node_rank_beyond_node_0s_count_is_refused(first: Coordinator, join: J
         third.join()
 
 
-def test_a_taken_port_and_an_absent_node_0_say_what_to_change(port: int) -> None:
+def test_occupied_port_and_absent_node_0_are_reported_with_what_to_change(port: int) -> None:
     with socket.create_server(("", port)), pytest.raises(LaunchError, match=f"MASTER_PORT={port}"):
         coordinator_at(port)
     with pytest.raises(LaunchError, match="Node 0 was not reached at MASTER_ADDR=127"):
@@ -479,11 +485,13 @@ def test_a_second_run_on_the_same_port_is_refused_while_nodes_are_awaited(
         coordinator_at(port)
 
 
-def test_something_else_that_listens_at_node_0s_address_is_named(
+def test_other_program_at_the_address_of_node_0_is_reported(
     port: int, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(messages, "ANSWER_SECONDS", 0.5)  # So long torch tries anew.
-    with socket.create_server(("127.0.0.1", port)):  # It accepts and says nothing.
+    monkeypatch.setattr(messages, "ANSWER_SECONDS", 0.5)  # torch retries for this time.
+    with socket.create_server(
+        ("127.0.0.1", port)
+    ):  # The listener accepts connections and sends nothing.
         other = join(timeout=0.5)
         with pytest.raises(LaunchError, match=rf"port {port}, gives no answer: something else may"):
             other.join()
@@ -498,7 +506,9 @@ def test_something_else_that_listens_at_node_0s_address_is_named(
 def test_foreign_connections_do_not_disturb_the_rendezvous(strangers: list[bytes]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = int(free.getsockname()[1])
-    magic = b"\0" + (0x3C85F7CE).to_bytes(4, "little")  # What a client of the store begins with.
+    magic = b"\0" + (0x3C85F7CE).to_bytes(
+        4, "little"
+    )  # A client of the store starts with these bytes.
     with coordinator_at(port) as first, ExitStack() as stack:
         for number, data in enumerate(strangers):
             stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
@@ -523,6 +533,6 @@ def test_invalid_record_in_the_store_counts_as_no_node(
     assert first.gather().hosts == ("a", "b")
 
 
-def test_what_torch_prints_is_left_as_the_caller_has_it() -> None:
+def test_log_level_of_torch_is_restored() -> None:
     messages.load_torch()
     assert "TORCH_CPP_LOG_LEVEL" not in os.environ

@@ -1,4 +1,4 @@
-"""The sbatch script: golden files, what a shell makes of it, and how values get in."""
+"""The sbatch script: golden files, its execution by a shell, and the quoting of values."""
 
 import json
 import os
@@ -79,7 +79,7 @@ def test_shellcheck_finds_nothing_in_a_script(name: str) -> None:
 PROGRAMS = {
     "scontrol": "echo n1",
     "sinfo": "echo 10.0.0.1",
-    # srun, as task 1 of the step: the launcher's arguments and environment.
+    # A fake srun runs task 1 of the step and prints the launcher's arguments and environment.
     "srun": 'while [[ $1 == --* ]]; do shift; done; SLURM_NODEID=1 exec "$@"',
     "python": (
         "exec {python} -c 'import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))'"
@@ -89,7 +89,7 @@ PROGRAMS = {
 
 
 def run_script(text: str, folder: Path, **slurm: str) -> tuple[list[str], dict[str, str]]:
-    """What a launcher of the job is called with, on node 1."""
+    """Return the arguments and environment of the job's launcher on node 1."""
     for name, line in PROGRAMS.items():
         program = folder / name
         program.write_text(
@@ -110,7 +110,7 @@ def run_script(text: str, folder: Path, **slurm: str) -> tuple[list[str], dict[s
     return arguments, seen
 
 
-def test_every_node_starts_the_kits_launcher_with_its_number_and_the_first_nodes_address(
+def test_every_node_starts_the_launcher_with_its_rank_and_the_address_of_node_0(
     tmp_path: Path,
 ) -> None:
     arguments, seen = run_script(render_batch_script(job(python="python")), tmp_path)
@@ -156,7 +156,7 @@ def test_a_value_with_spaces_stays_one_word_in_a_directive_and_for_srun() -> Non
     assert [shlex.split(line) for line in slurm.directives] == [['--comment=a "b" c'], ["--mem=0"]]
 
 
-def test_a_sites_lines_may_ask_for_variables_that_are_not_set_and_override_none(
+def test_site_lines_may_use_unset_variables_and_override_no_variable(
     tmp_path: Path,
 ) -> None:
     site = Slurm(setup=('echo "got:$NEVER_SET"', "export ITERS=7"))
@@ -171,7 +171,54 @@ def test_a_sites_lines_may_ask_for_variables_that_are_not_set_and_override_none(
     assert (folders[0] / "slurm.txt").read_text() == f"got:\n5 {folders[0]}\n"
 
 
-def test_a_step_gets_the_cpus_that_its_job_asked_for() -> None:
+def test_a_site_may_load_modules_although_slurm_passes_no_function_on(tmp_path: Path) -> None:
+    (tmp_path / "modules" / "init").mkdir(parents=True)
+    (tmp_path / "modules" / "init" / "bash").write_text(
+        'module() { export LOADED="$*"; [ -n "$NEVER_SET" ] || true; }\n'
+    )
+    site = Slurm(setup=("module load cuda/12.9",))
+    text = render_batch_script(job(slurm=site, python="python"))
+    _, seen = run_script(text, tmp_path, MODULESHOME=str(tmp_path / "modules"))
+    assert seen["LOADED"] == "load cuda/12.9"
+
+
+def test_gpus_cpus_time_and_running_elements_have_defaults_that_come_before_the_sites() -> None:
+    gpus = {"device": DeviceKind.GPU, "devices_per_node": 8}
+    site = Slurm(directives=("--time=1:00", "--cpus-per-task=96"))
+    text = render_batch_script(job(*(CELL,) * 20, slurm=site, **gpus))
+    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+    for ours in ("--gpus-per-node=8", "--cpus-per-task=32", "--time=04:00:00", "--array=0-19%8"):
+        assert ours in lines
+    assert lines[-2:] == ["--time=1:00", "--cpus-per-task=96"]
+    assert "--cpus-per-task" not in text.partition("exec srun")[2]
+
+
+def test_slurm_gres_names_the_gpus_in_place_of_gpus_per_node() -> None:
+    asked = {"LAUNCHER": "slurm", "SLURM_GRES": "gpu:h200:4"}
+    slurm = parse_slurm_options(read_of(SLURM_SETTINGS, asked))
+    assert slurm is not None
+    text = render_batch_script(job(slurm=slurm, device=DeviceKind.GPU, devices_per_node=4))
+    assert "#SBATCH --gres=gpu:h200:4\n" in text
+    assert "--gpus-per-node" not in text
+
+
+def test_a_misspelt_variable_of_slurm_is_refused_and_slurms_own_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    for name in ("SLURM_CONF", "SLURM_TIME_FORMAT", "SLURM_JOB_PARTITION"):
+        monkeypatch.setenv(name, "x")
+    parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm"}))
+    monkeypatch.setenv("SLURM_PARTION", "h200")
+    with pytest.raises(
+        ValueError, match="no variable SLURM_PARTION; did you mean SLURM_PARTITION="
+    ):
+        parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm"}))
+    monkeypatch.setenv("SLURM_JOB_ID", "12")
+    parse_slurm_options(read_of(SLURM_SETTINGS, {"LAUNCHER": "slurm"}))
+
+
+def test_step_gets_the_cpus_of_its_job() -> None:
     show = f"{CPUS}\necho ${{SRUN_CPUS_PER_TASK-none}}"
     for given_, told in (({}, "none"), ({"SLURM_CPUS_PER_TASK": "64"}, "64")):
         environment = {"PATH": os.environ["PATH"], **given_}
@@ -182,14 +229,14 @@ def test_a_step_gets_the_cpus_that_its_job_asked_for() -> None:
     assert CPUS in render_batch_script(JOBS["gpus-in-the-image"])
 
 
-def test_without_launcher_slurm_nothing_is_submitted() -> None:
+def test_nothing_is_submitted_without_launcher_slurm() -> None:
     assert parse_slurm_options(read_of(SLURM_SETTINGS, {"NODES": "2"})) is None
 
 
 @pytest.mark.parametrize(
     ("value", "line"),
     [
-        # What Slurm 22.05 made of each was read back by 'scontrol show job'.
+        # The result of Slurm 22.05 was read back with 'scontrol show job'.
         ("a b", '"--comment=a b"'),
         ("it's", '"--comment=it\'s"'),
         ("back\\slash", '"--comment=back\\\\slash"'),
@@ -197,9 +244,7 @@ def test_without_launcher_slurm_nothing_is_submitted() -> None:
         ("a&b;$c", "--comment=a&b;$c"),
     ],
 )
-def test_a_line_of_the_users_is_quoted_where_sbatch_would_take_it_apart(
-    value: str, line: str
-) -> None:
+def test_user_line_is_quoted_if_sbatch_would_split_it(value: str, line: str) -> None:
     asked = {"LAUNCHER": "slurm", "SLURM_LINES": shlex.quote(f"--comment={value}")}
     slurm = parse_slurm_options(read_of(SLURM_SETTINGS, asked))
     assert slurm is not None
@@ -262,7 +307,7 @@ def test_a_folder_that_pyxis_would_misread_is_refused() -> None:
         pyxis_flags("image", (Path("/a:b"),))
 
 
-def test_a_slurm_job_is_for_training_targets_alone() -> None:
+def test_slurm_launcher_is_refused_for_targets_that_do_not_train() -> None:
     answer = subprocess.run(
         (sys.executable, "-m", "parakit", "demo"),
         env={**os.environ, "LAUNCHER": "slurm"},

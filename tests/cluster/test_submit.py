@@ -1,4 +1,4 @@
-"""Submitting with a stand-in for sbatch, and `make status` with one for squeue."""
+"""Submission with a fake sbatch, and `make status` with a fake squeue."""
 
 import io
 import json
@@ -44,7 +44,7 @@ class Submitted:
 
 
 def submit(runs: Path, sample: Path, **variables: str) -> Submitted:
-    """What the launch script of dp2 calls, in this process: another Python would only take time."""
+    """Run the call of dp2's launch script in this process, because another Python would only take time."""
     settings = {"LAUNCHER": "slurm", "NODES": "2", "ITERS": "5", "RUNS": str(runs)}
     printed = io.StringIO()
     variables = {**settings, "DATA": str(sample), **variables}
@@ -64,13 +64,13 @@ def test_a_submitted_run_has_its_folder_script_and_job_number(
     assert text == (programs / "submitted").read_text()
     assert f"RUN_FOLDER={folder}" in text
     assert "#SBATCH --nodes=2" in text
-    assert "LAUNCHER" not in text  # else the job would submit another
+    assert "LAUNCHER" not in text  # Otherwise the job would submit another job.
     job = json.loads((folder / "job.json").read_text())
     assert (job["job_id"], job["nodes"]) == ("12", 2)
     assert read_status(folder) == StatusRecord(Status.INCOMPLETE, None, "Waits in Slurm's queue.")
 
 
-def test_repeats_are_elements_of_one_array_with_a_folder_each(
+def test_repeats_are_array_elements_with_separate_folders(
     programs: Path, tmp_path: Path, sample_prefix: Path
 ) -> None:
     runs = tmp_path / "runs"
@@ -79,7 +79,7 @@ def test_repeats_are_elements_of_one_array_with_a_folder_each(
     jobs = [json.loads((folder / "job.json").read_text())["job_id"] for folder in folders]
     assert jobs == ["12_0", "12_1"]
     text = (folders[0] / "job.sbatch").read_text()
-    assert "--array=0-1" in text
+    assert "--array=0-1%8" in text
     assert "REPEATS" not in text
 
 
@@ -95,6 +95,33 @@ def test_a_key_is_passed_by_name_and_only_to_a_run_that_uses_it(
     assert not [path for path in written if KEY.encode() in path.read_bytes()]
 
 
+def test_variables_of_transport_memory_and_modules_are_passed_on_and_named(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    site = tmp_path / "site"
+    site.write_text("module load cuda\n")
+    passed = {
+        "UCX_TLS": "rc",
+        "FI_PROVIDER": "efa",
+        "NCCL_IB_HCA": "mlx5",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+        "TRITON_CACHE_DIR": "/scratch/triton",
+        "CUDA_HOME": "/opt/cuda",
+        "MODULEPATH": "/opt/modules",
+        "LMOD_DIR": "/opt/lmod",
+        "BASH_ENV": "/opt/lmod/init/bash",
+    }
+    runs = tmp_path / "runs"
+    answer = submit(runs, sample_prefix, SLURM_SITE=str(site), HF_TOKEN=KEY, **passed)
+    assert answer.returncode == 0, answer.stdout
+    text = (programs / "submitted").read_text()
+    (line,) = (line for line in text.splitlines() if line.startswith("#SBATCH --export="))
+    assert passed.keys() <= set(line.partition("=")[2].split(","))
+    assert "HF_TOKEN" not in text
+    shown = " ".join(answer.stdout.split())
+    assert all(name in shown.partition("passed on to it:")[2] for name in passed)
+
+
 def test_job_that_slurm_refuses_leaves_no_run_folder(
     programs: Path, tmp_path: Path, sample_prefix: Path
 ) -> None:
@@ -105,7 +132,7 @@ def test_job_that_slurm_refuses_leaves_no_run_folder(
     assert run_folders(tmp_path / "runs") == []
 
 
-def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
+def test_job_that_slurm_may_have_accepted_keeps_its_folder(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parakit.launch.submit.SUBMIT_SECONDS", 0.2)
@@ -120,7 +147,7 @@ def test_a_job_that_slurm_may_have_taken_keeps_its_folder(
     assert (folder / "job.sbatch").exists()
 
 
-def test_ranks_that_nodes_cannot_share_are_refused(
+def test_ranks_that_do_not_divide_over_nodes_are_refused(
     programs: Path, tmp_path: Path, sample_prefix: Path
 ) -> None:
     answer = submit(tmp_path / "runs", sample_prefix, NODES="4")
@@ -173,7 +200,7 @@ def test_status_shows_queued_and_running_jobs_as_slurm_reports_them(
         ("FAILED", Status.CRASHED, "ended FAILED in Slurm; see slurm.txt"),
     ],
 )
-def test_a_job_that_ended_without_its_launchers_status_gets_it_from_slurm(
+def test_job_without_a_status_of_its_launcher_gets_it_from_slurm(
     programs: Path, tmp_path: Path, state: str, status: Status, reason: str
 ) -> None:
     folder = job_folder(tmp_path, "12", iterations=2)
@@ -191,7 +218,7 @@ def test_a_job_that_slurm_forgot_is_classified_by_its_log(programs: Path, tmp_pa
     assert "Job 12 is gone from Slurm; its launcher left no word." in seen.note
 
 
-def test_an_element_that_slurm_forgot_before_it_began_was_interrupted(
+def test_array_element_that_slurm_forgot_before_its_start_is_interrupted(
     programs: Path, tmp_path: Path
 ) -> None:
     folder = job_folder(tmp_path, "12_1")
@@ -204,7 +231,7 @@ def test_an_element_that_slurm_forgot_before_it_began_was_interrupted(
 
 
 @pytest.mark.parametrize("answer", ["exit 1", "kill -9 $$", "exec sleep 600"])
-def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
+def test_queued_job_is_unchanged_while_slurm_does_not_answer(
     programs: Path, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parakit.cluster.slurm.ASK_SECONDS", 0.5)
@@ -217,7 +244,7 @@ def test_a_queued_job_is_left_alone_while_slurm_does_not_answer(
     assert read_status(folder) == before
 
 
-def test_where_slurm_is_not_installed_no_job_is_settled(
+def test_no_status_is_written_for_jobs_without_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = job_folder(tmp_path, "12")
@@ -227,7 +254,7 @@ def test_where_slurm_is_not_installed_no_job_is_settled(
     assert read_status(folder) == before
 
 
-def test_a_job_of_somebody_else_is_left_alone_because_slurm_does_not_list_it(
+def test_job_of_another_user_is_unchanged_because_slurm_does_not_list_it(
     programs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = job_folder(tmp_path, "12")
@@ -246,7 +273,7 @@ def test_a_job_of_somebody_else_is_left_alone_because_slurm_does_not_list_it(
         ("CANCELLED", "Stopped on request after iteration 2."),
     ],
 )
-def test_a_launcher_that_slurm_asked_to_stop_gets_slurms_reason(
+def test_launcher_stopped_by_slurm_gets_the_reason_of_slurm(
     programs: Path, tmp_path: Path, state: str, reason: str
 ) -> None:
     folder = job_folder(tmp_path, "12", iterations=2)
@@ -259,14 +286,16 @@ def test_a_launcher_that_slurm_asked_to_stop_gets_slurms_reason(
     assert read_status(folder) == replace(asked, reason=reason)
 
 
-def test_what_a_launcher_recorded_is_not_overwritten(programs: Path, tmp_path: Path) -> None:
+def test_status_recorded_by_a_launcher_is_not_overwritten(programs: Path, tmp_path: Path) -> None:
     folder = job_folder(tmp_path, "12", iterations=2)
     write_record(folder / "status.json", StatusRecord(Status.NAN, 0, "NaN from iteration 2."))
     program(programs, "squeue", "echo '12|COMPLETED|None'")
     assert read_run_statuses(tmp_path)[0].note == "NaN from iteration 2."
 
 
-def test_a_local_run_is_running_while_its_samples_come(tmp_path: Path, programs: Path) -> None:
+def test_local_run_counts_as_running_while_samples_are_written(
+    tmp_path: Path, programs: Path
+) -> None:
     folder = job_folder(tmp_path, "12", iterations=2)
     (folder / "job.json").unlink()
     (folder / "samples.csv").write_text("seconds\n")
@@ -276,10 +305,12 @@ def test_a_local_run_is_running_while_its_samples_come(tmp_path: Path, programs:
     assert read_run_statuses(tmp_path)[0].state == "incomplete"
 
 
-def test_the_time_left_is_what_recent_iterations_took(tmp_path: Path, programs: Path) -> None:
+def test_remaining_time_is_estimated_from_recent_iterations(tmp_path: Path, programs: Path) -> None:
     folder = job_folder(tmp_path, "12", iterations=30)
     program(programs, "squeue", "echo '12|RUNNING|None'")
-    assert read_run_statuses(tmp_path)[0].left_seconds is None  # nobody knows of how many
+    assert (
+        read_run_statuses(tmp_path)[0].left_seconds is None
+    )  # The total number of iterations is unknown.
     write_run(folder, run_record(folder.name, "dp2", exit_interval=100))
     (seen,) = read_run_statuses(tmp_path)
     assert (seen.iteration, seen.iterations, seen.left_seconds) == (30, 100, 70 * 0.5)
@@ -294,7 +325,7 @@ def test_jobs_missing_in_the_queue_are_looked_up_in_accounting(programs: Path) -
     }
 
 
-def test_control_characters_and_markup_of_a_reason_are_shown_and_not_obeyed(
+def test_control_characters_and_markup_in_a_reason_are_escaped(
     programs: Path, tmp_path: Path
 ) -> None:
     folder = job_folder(tmp_path, "12")

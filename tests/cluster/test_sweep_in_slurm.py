@@ -1,4 +1,4 @@
-"""A sweep as job arrays, with stand-ins for Slurm's commands."""
+"""Sweeps as job arrays, with fake Slurm commands."""
 
 import io
 import json
@@ -40,7 +40,7 @@ def axes(**variables: str) -> dict[str, str]:
 
 
 def first_launch(request: dict[str, str], options: Options) -> Launch:
-    """Its baseline's, which every number of devices has that is tried here."""
+    """Return the launch of the baseline, which exists for every number of devices used here."""
     return compose_job(swept(request, options).cells[0].job)
 
 
@@ -50,14 +50,14 @@ def sweep(request: dict[str, str], options: Options) -> None:
 
 
 def jobs(runs: Path) -> dict[str, str]:
-    """Job by run folder, without the folder's time."""
-    found = {}
+    """Return the job number by run folder, without the time in the folder's name."""
+    jobs_by_folder = {}
     for folder in run_folders(runs):
-        found[folder.name] = json.loads((folder / "job.json").read_text())["job_id"]
-    return found
+        jobs_by_folder[folder.name] = json.loads((folder / "job.json").read_text())["job_id"]
+    return jobs_by_folder
 
 
-def test_cells_of_one_size_are_one_array_and_baselines_take_one_node(
+def test_cells_of_equal_size_form_an_array_and_baselines_use_a_single_node(
     programs: Path, options: Options
 ) -> None:
     program(
@@ -80,22 +80,22 @@ def test_cells_of_one_size_are_one_array_and_baselines_take_one_node(
 def test_repeated_sweep_submits_only_cells_without_run_or_job(
     programs: Path, options: Options
 ) -> None:
-    one = axes(DEVICES="1cpu")
-    sweep(one, options)
+    single_cell = axes(DEVICES="1cpu")
+    sweep(single_cell, options)
     first = run_folders(options.runs)
     assert len(first) == 2
     made, failed = first
     write_record(made / "status.json", StatusRecord(Status.OK, 0, ""))
     write_record(failed / "status.json", StatusRecord(Status.CRASHED, 1, "Why."))
-    sweep(one, options)
+    sweep(single_cell, options)
     (again,) = set(run_folders(options.runs)) - set(first)
     assert jobs(options.runs)[again.name] == "12"  # a single cell is no array
     program(programs, "squeue", "echo '12|PENDING|Priority'")
-    sweep(one, options)
+    sweep(single_cell, options)
     assert len(run_folders(options.runs)) == 3
 
 
-def test_without_slurm_nothing_is_left_behind(programs: Path, options: Options) -> None:
+def test_sweep_without_slurm_leaves_no_files(programs: Path, options: Options) -> None:
     program(programs, "sbatch", "echo 'sbatch: error: no such partition' >&2; exit 1")
     with pytest.raises(LaunchError, match="Slurm refuses the job"):
         sweep(axes(), options)
@@ -125,8 +125,8 @@ def test_array_elements_get_the_variables_of_the_sweep(
     got = dict(word.split("=", 1) for word in shlex.split(line))
     assert {"RUN_FOLDER", "RUNTIME"} < set(got)
     assert not {"REPEATS", "DRY_RUN", "IMAGE", "LAUNCHER"} & set(got)
-    theirs, target = options_from_texts(got), parse_target("train-baseline-gpt2-tiny-1cpu")
-    launch = compose_job(target.with_options(theirs))
+    element_options, target = options_from_texts(got), parse_target("train-baseline-gpt2-tiny-1cpu")
+    launch = compose_job(target.with_options(element_options))
     assert launch.arguments(str(folders[0])) == read_run(folders[0]).argv
     assert launch.saving == asked.saving
     assert launch.job.options.hang_timeout_seconds == 60
@@ -134,19 +134,17 @@ def test_array_elements_get_the_variables_of_the_sweep(
     assert len(folders) == len((line, again))
 
 
-def test_an_element_that_was_requeued_and_went_on_is_its_cells(
-    programs: Path, options: Options
-) -> None:
+def test_requeued_array_element_counts_for_its_cell(programs: Path, options: Options) -> None:
     options = options_from_texts(
         {
             **{"LAUNCHER": "slurm", "SAVE_EVERY": "10"},
             **{"DATA": str(options.data), "RUNS": str(options.runs)},
         }
     )
-    one = axes(DEVICES="1cpu", BACKENDS="megatron")
-    sweep(one, options)
+    single_cell = axes(DEVICES="1cpu", BACKENDS="megatron")
+    sweep(single_cell, options)
     (folder,) = run_folders(options.runs)
-    launch = first_launch(one, options)
+    launch = first_launch(single_cell, options)
     create_run_folder(launch, options.runs, folder)  # the first attempt
     loaded = ResumePoint(folder.name, folder / "checkpoints", 10)
     again = replace(launch, flags=drop_flags(launch.flags, START), resume_point=loaded)
@@ -156,11 +154,11 @@ def test_an_element_that_was_requeued_and_went_on_is_its_cells(
     assert read_run(folder).argv != launch.arguments(str(folder))
     ended(folder)
     assert find_runs_finished_in_slurm(launch) == [folder]
-    sweep(one, options)
+    sweep(single_cell, options)
     assert run_folders(options.runs) == [folder]
 
 
-def test_cells_that_nodes_compose_with_what_they_have_are_found(
+def test_cells_composed_on_nodes_with_other_hardware_are_recognised(
     programs: Path, options: Options
 ) -> None:
     request = axes(DEVICES="1gpu", BACKENDS="megatron")
@@ -204,12 +202,12 @@ def test_cell_with_other_arguments_is_another_cell(
     assert find_runs_finished_in_slurm(first_launch(request, asked)) == []
 
 
-def test_while_slurm_does_not_answer_nothing_is_submitted_twice(
+def test_nothing_is_submitted_twice_while_slurm_does_not_answer(
     programs: Path, options: Options
 ) -> None:
-    one = axes(DEVICES="1cpu")
-    sweep(one, options)
+    single_cell = axes(DEVICES="1cpu")
+    sweep(single_cell, options)
     program(programs, "squeue", "exit 1")
     with pytest.raises(LaunchError, match="squeue gives no answer"):
-        sweep(one, options)
+        sweep(single_cell, options)
     assert len(run_folders(options.runs)) == 2

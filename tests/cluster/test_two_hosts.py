@@ -1,4 +1,4 @@
-"""`NNODES=2 NODE_RANK=… MASTER_ADDR=…` in two network namespaces: hosts with addresses of their own."""
+"""`NNODES=2 NODE_RANK=… MASTER_ADDR=…` on two hosts, which are network namespaces with separate addresses."""
 
 import os
 import shutil
@@ -27,7 +27,7 @@ ITERATIONS = 4
 
 @pytest.fixture
 def hosts() -> Iterator[tuple[str, ...]]:
-    """How a command is run on each of two hosts, whose addresses are 10.77.0.1 and 10.77.0.2."""
+    """Return the command prefixes of two hosts with the addresses 10.77.0.1 and 10.77.0.2."""
     with open_shaped_link(10**9, f"kit{os.getpid()}") as sides:
         yield tuple(side.name for side in sides)
 
@@ -53,7 +53,7 @@ def start(host: str, rank: int, runs: Path, data: Path, **variables: str) -> sub
 
 
 def trained(hosts: tuple[str, ...], runs: Path, data: Path) -> Path:
-    """The folder of a run on both hosts that nothing happens to."""
+    """Return the folder of an undisturbed run on both hosts."""
     nodes = [start(host, rank, runs, data) for rank, host in enumerate(hosts)]
     outputs = [node.communicate(timeout=OF_A_RUN)[0] for node in nodes]
     assert [node.returncode for node in nodes] == [0, 0], outputs
@@ -62,7 +62,7 @@ def trained(hosts: tuple[str, ...], runs: Path, data: Path) -> Path:
     return folder
 
 
-def test_two_hosts_train_one_run_over_their_own_addresses(
+def test_two_hosts_train_a_run_over_their_addresses(
     hosts: tuple[str, ...], tmp_path: Path, sample_prefix: Path
 ) -> None:
     folder = trained(hosts, tmp_path, sample_prefix)
@@ -81,7 +81,7 @@ def test_two_hosts_train_one_run_over_their_own_addresses(
         (0, {}, "NODE_RANK=0 is taken by host"),
     ],
 )
-def test_nodes_that_do_not_fit_are_refused_before_a_folder_is_made(
+def test_mismatching_nodes_are_refused_before_a_folder_is_created(
     rank: int,
     variables: dict[str, str],
     reason: str,
@@ -99,7 +99,7 @@ def test_nodes_that_do_not_fit_are_refused_before_a_folder_is_made(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_host_that_dies_ends_the_run_on_the_other_and_is_named(
+def test_failing_host_is_named_and_ends_the_run_on_the_other(
     hosts: tuple[str, ...], tmp_path: Path, sample_prefix: Path
 ) -> None:
     first, second = (
@@ -118,10 +118,10 @@ def test_a_host_that_dies_ends_the_run_on_the_other_and_is_named(
     second.communicate(timeout=OF_A_RUN)
 
 
-def test_a_rank_that_stalls_on_the_other_host_is_named_and_all_stacks_are_kept(
+def test_stalled_rank_on_the_other_host_is_named_and_all_stacks_are_stored(
     hosts: tuple[str, ...], tmp_path: Path, sample_prefix: Path
 ) -> None:
-    # No start is silent on this machine for twice as long as a whole run takes.
+    # On this machine no start is silent for twice the time of a full run.
     undisturbed = trained(hosts, tmp_path / "before", sample_prefix)
     seconds = max(25, ceil(2 * (read_status(undisturbed).wall_seconds or 0)))
     long = {"ITERS": "400", "HANG_TIMEOUT": str(seconds)}

@@ -36,7 +36,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 
 def submit(cluster: Cluster, runs: Path, data: Path, strategy: str, **variables: str) -> Path:
-    """A job's run folder."""
+    """Submit a job and return its run folder."""
     settings = RECIPE | {"LAUNCHER": "slurm", "NODES": "2", "RUNS": str(runs)}
     command = (sys.executable, "-m", "parakit", f"train-{strategy}-gpt2-tiny-2cpu")
     before = set(runs.glob("2*"))
@@ -63,7 +63,7 @@ def losses(log: Path) -> list[float | None]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path) -> list[float | None]:
-    """Losses of the baseline on this machine without Slurm."""
+    """Return the losses of the baseline on this machine without Slurm."""
     runs = tmp_path_factory.mktemp("alone")
     settings = RECIPE | {"RUNS": str(runs), "DATA": str(sample_prefix)}
     command = (sys.executable, "-m", "parakit", "train-baseline-gpt2-tiny-1cpu")
@@ -73,7 +73,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory, sample_prefix: Path) -> list
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "pp2"])
-def test_a_job_trains_across_two_nodes_as_one_machine_does(
+def test_job_on_two_nodes_prints_the_losses_of_a_single_machine(
     cluster: Cluster, tmp_path: Path, sample_prefix: Path, alone: list[float | None], strategy: str
 ) -> None:
     folder = submit(cluster, tmp_path, sample_prefix, strategy)
@@ -82,7 +82,7 @@ def test_a_job_trains_across_two_nodes_as_one_machine_does(
     assert state == "COMPLETED", output
     assert read_status(folder).status is Status.OK, output
     assert len(alone) == ITERATIONS
-    # Both started from the same weights; at most one unit of the last printed digit.
+    # Both started from the same weights, so losses differ by at most a unit of the last printed digit.
     assert losses(folder / "log.txt") == pytest.approx(alone, abs=1.01e-6 * 10)
     host = read_run(folder).host
     assert len(host.nodes) == 2
@@ -98,7 +98,7 @@ LONGER = {"ITERS": "24", "SAVE_EVERY": "4", "DROPOUT": "0.1"}
 
 
 def curve(folder: Path) -> Curve:
-    """Losses by iteration, without those lines that Megatron averages after a start."""
+    """Return losses by iteration, without the lines that Megatron averages after a start."""
     return loss_curve(load_folder(folder))
 
 
@@ -111,7 +111,7 @@ def wait_for(cluster: Cluster, folder: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["dp2", "pp2"])
-def test_a_job_that_is_cancelled_and_requeued_ends_as_if_nothing_had_happened(
+def test_cancelled_and_requeued_job_ends_with_the_losses_of_an_undisturbed_one(
     cluster: Cluster, tmp_path: Path, sample_prefix: Path, strategy: str
 ) -> None:
     folder = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER)
@@ -127,14 +127,31 @@ def test_a_job_that_is_cancelled_and_requeued_ends_as_if_nothing_had_happened(
     assert resumption.iteration in (4, 8)
     undisturbed = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER)
     cluster.wait(job_of(undisturbed), "COMPLETED", "FAILED")
-    expected, found = curve(undisturbed), curve(folder)
-    assert max(found) == max(expected) == 24
-    both = found.keys() & expected.keys()
+    expected, requeued = curve(undisturbed), curve(folder)
+    assert max(requeued) == max(expected) == 24
+    both = requeued.keys() & expected.keys()
     assert len(both) >= 22
-    assert {i: found[i] for i in both} == {i: expected[i] for i in both}
+    assert {i: requeued[i] for i in both} == {i: expected[i] for i in both}
 
 
-def test_a_sweep_is_an_array_that_trains_and_the_next_sweep_finds_what_it_made(
+def test_a_job_that_is_warned_of_its_end_saves_requeues_itself_and_resumes(
+    cluster: Cluster, tmp_path: Path, sample_prefix: Path
+) -> None:
+    asked = {"ITERS": "40", "SAVE_EVERY": "1000", "GRACE": "120"}
+    folder = submit(cluster, tmp_path, sample_prefix, "dp2", **asked)
+    job = job_of(folder)
+    wait_for(cluster, folder, "iteration        6/")
+    cluster.ask("scancel", "--signal=USR1", job)  # As --signal= does before the time limit.
+    wait_for(cluster, folder, "exiting program after receiving SIGTERM")
+    cluster.wait(job, "PENDING", "COMPLETED")
+    output = f"{cluster.wait(job, 'COMPLETED', 'FAILED')}: {(folder / 'slurm.txt').read_text()}"
+    assert read_status(folder).status is Status.OK, output
+    (resumption,) = read_run(folder).resumptions
+    assert resumption.iteration >= 6
+    assert f"is requeued and resumes from iteration {resumption.iteration}" in output
+
+
+def test_sweep_trains_as_an_array_and_the_next_sweep_reuses_its_runs(
     cluster: Cluster, tmp_path: Path, sample_prefix: Path
 ) -> None:
     runs = tmp_path / "runs"
@@ -170,7 +187,7 @@ def test_a_sweep_is_an_array_that_trains_and_the_next_sweep_finds_what_it_made(
         shutil.rmtree(ROOT / "reports" / tmp_path.name, ignore_errors=True)
 
 
-def test_a_pending_element_of_an_array_is_stopped_alone(
+def test_pending_array_element_can_be_stopped_alone(
     cluster: Cluster, tmp_path: Path, sample_prefix: Path
 ) -> None:
     both = ("--nodes=2", "--exclusive", "--wrap", "sleep 600")
@@ -198,7 +215,7 @@ def test_the_doctor_asks_both_nodes_and_measures_between_them(cluster: Cluster) 
         text=True,
         check=False,
     )
-    # Two nodes of one machine disturb each other, so their rates may well be found to differ.
+    # Two nodes of a single machine disturb each other, so their rates may differ.
     assert answer.returncode in (0, 1), answer.stdout + answer.stderr
     assert re.search(r"what .* n1 .* n2 ", answer.stdout)
     assert re.search(r"2 nodes: gloo between 2 CPU ranks: \d+\.\d\d GB/s over", answer.stdout)

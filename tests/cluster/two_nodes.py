@@ -1,7 +1,7 @@
-"""A real Slurm of two nodes of one CPU each on this machine, with its own munge; root is needed.
+"""A real Slurm of two nodes with one CPU each on this machine, with its own munge; root is needed.
 
-Nothing of the machine's own Slurm or munge is read or touched: configuration, key, sockets, state and
-ports are the fixture's own, and its daemons end with it.
+Slurm and munge of the machine are neither read nor changed: configuration, key, sockets, state and ports belong to
+the fixture, and its daemons end with it.
 """
 
 import os
@@ -69,7 +69,7 @@ PartitionName=two Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 def obstacle() -> str | None:
-    """Why no Slurm can be started here; None if one can."""
+    """Return why Slurm cannot be started here, or None if it can."""
     missing = [program for program in PROGRAMS if shutil.which(program) is None]
     if missing:
         return f"Slurm is not installed: no {', '.join(missing)} (Debian: slurm-wlm and munge)"
@@ -84,11 +84,11 @@ class Cluster:
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What makes Slurm's commands speak to this one."""
+        """Environment variables that make Slurm's commands use this instance."""
         return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf")}
 
     def ask(self, *command: str) -> str:
-        """The output of one of Slurm's commands."""
+        """Return the output of a Slurm command."""
         answer = subprocess.run(
             command,
             env=self.environment,
@@ -101,11 +101,11 @@ class Cluster:
         return answer.stdout.strip()
 
     def state(self, job: str) -> str:
-        """Slurm's word for a job's state."""
+        """Return the state of a job as named by Slurm."""
         return self.ask("squeue", "--states=all", "--noheader", "--format=%T", "--jobs", job)
 
     def wait(self, job: str, *states: str) -> str:
-        """Wait until a job is in one of the states; the state."""
+        """Wait until a job is in one of the states. Return the state."""
         deadline = time.monotonic() + 4 * OF_A_RUN
         while (state := self.state(job)) not in states:
             assert time.monotonic() < deadline, f"job {job} is {state}: {self.logs()}"
@@ -113,14 +113,14 @@ class Cluster:
         return state
 
     def logs(self) -> str:
-        """The ends of the daemons' logs."""
+        """Return the last lines of the daemons' logs."""
         texts = (path.read_text()[-1500:] for path in sorted(self.folder.glob("slurm*.log")))
         return "\n".join(texts)
 
 
 @contextmanager
 def two_nodes(folder: Path) -> Iterator[Cluster]:
-    """Start both nodes and the controller; all of it is gone afterwards.
+    """Start both nodes and the controller. All processes are ended and files removed afterwards.
 
     A requeued job waits until its old credential has expired: 10 s here, and two minutes elsewhere.
     """
@@ -148,12 +148,12 @@ def _munged(folder: Path) -> subprocess.Popen[bytes]:
     key.write_bytes(secrets.token_bytes(128))
     key.chmod(0o400)
     socket_path = folder / "munge.socket"
-    own = [
+    socket_options = [
         f"--{name}={folder}/munge.{name}"
         for name in ("socket", "pid-file", "log-file", "seed-file")
     ]
     daemon = subprocess.Popen(
-        ("munged", "--foreground", "--force", f"--key-file={key}", *own),
+        ("munged", "--foreground", "--force", f"--key-file={key}", *socket_options),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
     )
@@ -169,7 +169,7 @@ def _start(cluster: Cluster, *command: str) -> subprocess.Popen[bytes]:
     log = (cluster.folder / f"slurm-{command[0]}-{command[-1]}.out.log").open("wb")
     with log:
         return subprocess.Popen(
-            # A test that is killed must not leave them behind.
+            # A killed test must not leave the daemons behind.
             ("setpriv", "--pdeathsig", "TERM", *command),
             env=cluster.environment,
             stdout=log,
@@ -179,7 +179,9 @@ def _start(cluster: Cluster, *command: str) -> subprocess.Popen[bytes]:
 
 
 def _wait_until_idle(cluster: Cluster) -> None:
-    deadline = time.monotonic() + OF_A_RUN  # Two nodes, a controller and their handshakes.
+    deadline = (
+        time.monotonic() + OF_A_RUN
+    )  # The time is for two nodes, a controller and their handshakes.
     states: list[str] = []
     while states != ["idle", "idle"]:
         assert time.monotonic() < deadline, f"the nodes are {states}: {cluster.logs()}"
@@ -189,7 +191,7 @@ def _wait_until_idle(cluster: Cluster) -> None:
 
 
 def _end(daemons: list[subprocess.Popen[bytes]]) -> None:
-    """End the daemons, the last first, and whatever steps they still have."""
+    """End the daemons from the last to the first, and their remaining steps."""
     family: list[psutil.Process] = []
     for daemon in reversed(daemons):
         with suppress(psutil.NoSuchProcess):
@@ -204,17 +206,17 @@ def _end(daemons: list[subprocess.Popen[bytes]]) -> None:
 
 
 def _end_steps(folder: Path) -> None:
-    """End what a job that was still on has left: steps and their srun outlive Slurm's daemons."""
-    left = []
+    """End remaining steps of running jobs and their srun, which outlive Slurm's daemons."""
+    remaining = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             ours = process.environ().get("SLURM_CONF") == str(folder / "slurm.conf")
-            # What slurmstepd writes over its environment leaves its log.
+            # slurmstepd overwrites its environment, but the name of its log remains.
             is_step = process.name() == "slurmstepd"
             if ours or (is_step and str(folder) in str(process.open_files())):
                 process.kill()
-                left.append(process)
-    psutil.wait_procs(left, PATIENCE)
+                remaining.append(process)
+    psutil.wait_procs(remaining, PATIENCE)
 
 
 def _free_ports(count: int) -> list[int]:

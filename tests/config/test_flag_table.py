@@ -1,4 +1,4 @@
-"""The table of flags by itself; tests/launch/test_known_flags.py holds it against Megatron's parser."""
+"""The table of flags alone. tests/launch/test_known_flags.py compares it with Megatron's parser."""
 
 import re
 from dataclasses import fields
@@ -50,7 +50,7 @@ OF_THE_KIT = (
 )
 
 
-def test_every_line_is_of_a_kind_a_role_and_a_way_that_the_planner_has() -> None:
+def test_every_line_has_a_known_kind_role_and_planner_treatment() -> None:
     roles = set(re.findall(r"^    (\w+) ", str(__doc__), re.MULTILINE))
     variables = {f"{setting.name}=" for setting in SETTINGS}
     kinds = {"on", "off", "whole", "decimal", "text", "texts", "numbers", "backend"}
@@ -65,13 +65,15 @@ def test_the_native_backend_has_every_schedule_of_the_grammar() -> None:
     assert FLAGS["--pipeline-schedule"].native.split("|") == schedules
 
 
-def test_every_field_is_one() -> None:
+def test_every_field_of_the_table_exists_in_its_class() -> None:
     assert {flag.group for flag in FLAGS.values()} == {*GROUPS, ""}
     for group, of in GROUPS.items():
-        assert {flag.field for flag in flags_in_group(group)} <= {each.name for each in fields(of)}
+        assert {flag.field for flag in flags_in_group(group)} <= {
+            field.name for field in fields(of)
+        }
 
 
-def test_a_flag_stands_behind_those_that_it_needs() -> None:
+def test_flag_is_listed_after_the_flags_that_it_requires() -> None:
     seen = set[str]()
     for flag in FLAGS.values():
         assert seen.issuperset(needed.partition("=")[0] for needed in flag.only_with)
@@ -79,14 +81,14 @@ def test_a_flag_stands_behind_those_that_it_needs() -> None:
 
 
 @pytest.mark.parametrize("pattern", OF_THE_KIT)
-def test_the_kit_knows_every_flag_that_its_own_files_have(pattern: str) -> None:
+def test_every_flag_in_files_of_the_kit_is_in_the_table(pattern: str) -> None:
     files = sorted(ROOT.glob(pattern))
     assert files
     lines = [line.partition("#")[0] for file in files for line in file.read_text().splitlines()]
     assert unlisted_flags(re.findall(r"(?<![\w-])--[a-z][\w-]+", "\n".join(lines))) == ()
 
 
-def test_sets_of_flags_are_queries() -> None:
+def test_sets_of_flags_are_queried_from_the_table() -> None:
     assert flags_with_role("start") < flags_with_role("start", "attempt")
     assert "--load" in flags_with_role("start")
     assert "--lr" in flags_planned_as("neither")
@@ -94,24 +96,24 @@ def test_sets_of_flags_are_queries() -> None:
 
 
 def test_flags_are_read_and_written_through_their_fields() -> None:
-    words = ("--account-for-loss-in-pipeline-split", "--decoder-last-pipeline-num-layers", "3")
-    read = StageSplit(**Flags(words).fields("stages"))
+    flags = ("--account-for-loss-in-pipeline-split", "--decoder-last-pipeline-num-layers", "3")
+    read = StageSplit(**Flags(flags).fields("stages"))
     assert read == StageSplit(last=3, loss=True)
-    assert sorted(format_fields_as_flags(read, "stages")) == sorted(words)
+    assert sorted(format_fields_as_flags(read, "stages")) == sorted(flags)
     assert Flags(()).fields("latent") == {}
     assert Flags(["--multi-latent-attention"]).fields("latent")["key_value_rank"] == 32
     offload = ("--fine-grained-activation-offloading", "--offload-modules", "core_attn", "moe_act")
     assert Flags(offload).fields("offload")["modules"] == ("core_attn", "moe_act")
 
 
-def test_a_flag_is_of_some_releases() -> None:
-    words = ("--lr", "1", "--muon-nesterov", "--muon-use-nesterov", "--mine", "2")
-    assert drop_flags_newer_than(words, "0.15.0rc2") == ("--lr", "1", "--mine", "2")
-    assert drop_flags_newer_than(words, "0.17.1") == (
+def test_flag_is_dropped_for_releases_without_it() -> None:
+    flags = ("--lr", "1", "--muon-nesterov", "--muon-use-nesterov", "--mine", "2")
+    assert drop_flags_newer_than(flags, "0.15.0rc2") == ("--lr", "1", "--mine", "2")
+    assert drop_flags_newer_than(flags, "0.17.1") == (
         "--lr",
         "1",
         "--muon-use-nesterov",
         "--mine",
         "2",
     )
-    assert drop_flags_newer_than(words, "0.20.0") == ("--lr", "1", "--muon-nesterov", "--mine", "2")
+    assert drop_flags_newer_than(flags, "0.20.0") == ("--lr", "1", "--muon-nesterov", "--mine", "2")

@@ -33,12 +33,12 @@ def test_a_later_flag_replaces_an_earlier_one_with_all_its_values() -> None:
     assert merged == ("--lr", "2", "--betas", "0.8")
 
 
-def test_a_flag_goes_however_its_value_is_written() -> None:
+def test_flag_is_dropped_regardless_of_how_its_value_is_written() -> None:
     assert drop_flags(["--lr=2", "--on", "--lr", "3"], ["--lr"]) == ("--on",)
 
 
 @given(GROUP, GROUP)
-def test_merging_never_changes_what_the_last_occurrence_says(
+def test_merging_keeps_the_value_of_the_last_occurrence(
     first: list[tuple[str, list[str]]], second: list[tuple[str, list[str]]]
 ) -> None:
     plain, merged = flatten(first) + flatten(second), merge_flags(flatten(first), flatten(second))
@@ -61,6 +61,6 @@ def test_look_ups_fall_back_to_the_default() -> None:
     )
 
 
-def test_flags_of_a_dictionary_keep_zero_and_leave_out_what_is_not_given() -> None:
-    given = {"--lr": 0, "--bf16": True, "--fp16": False, "--seed": None, "--dropout": 0.0}
-    assert format_flags(given) == ("--lr", "0", "--bf16", "--dropout", "0.0")
+def test_flags_from_a_dictionary_keep_zero_and_omit_unset_values() -> None:
+    arguments = {"--lr": 0, "--bf16": True, "--fp16": False, "--seed": None, "--dropout": 0.0}
+    assert format_flags(arguments) == ("--lr", "0", "--bf16", "--dropout", "0.0")

@@ -9,7 +9,7 @@ from parakit.config.hardware import (
 )
 
 
-def test_a_device_is_found_by_the_name_its_driver_gives() -> None:
+def test_device_is_recognised_by_the_name_of_its_driver() -> None:
     device = find_device("NVIDIA H200")
     assert device is not None
     assert device.peak_flops("bf16") == 989.5e12
@@ -21,7 +21,7 @@ def test_older_drivers_leave_out_the_vendor() -> None:
 
 
 @pytest.mark.parametrize("name", ["NVIDIA H100 PCIe", "NVIDIA H200 NVL", "Tesla T4", ""])
-def test_an_unknown_device_is_none_and_never_its_neighbour(name: str) -> None:
+def test_unknown_device_is_none_instead_of_a_similar_device(name: str) -> None:
     assert find_device(name) is None
 
 
@@ -48,11 +48,11 @@ def test_every_device_names_a_known_link_and_a_source() -> None:
         ("4090", "rtx4090"),
     ],
 )
-def test_what_people_call_a_device_is_an_alias_of_it(alias: str, key: str) -> None:
+def test_common_name_of_a_device_is_its_alias(alias: str, key: str) -> None:
     assert device_by_key(alias).key == key
 
 
-def test_no_two_devices_share_a_name_and_none_takes_its_neighbours() -> None:
+def test_device_names_are_unique_and_match_only_their_device() -> None:
     devices = load_hardware().devices.values()
     names = [name for device in devices for name in (device.key, *device.aliases)]
     assert [device_by_key(name).key for name in names] == [
@@ -62,7 +62,7 @@ def test_no_two_devices_share_a_name_and_none_takes_its_neighbours() -> None:
         device_by_key("h100-pcie")
 
 
-def test_an_unknown_key_offers_the_near_ones() -> None:
+def test_unknown_key_suggests_similar_keys() -> None:
     with pytest.raises(UnknownHardwareError, match="no GPU 'h201'; did you mean h20"):
         device_by_key("h201")
     with pytest.raises(UnknownHardwareError, match="no link 'nvlink9'; did you mean nvlink"):

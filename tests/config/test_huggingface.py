@@ -1,4 +1,4 @@
-"""A Hugging Face config as Megatron's flags and back, and what no flag expresses."""
+"""Conversion of a Hugging Face config to Megatron's flags and back, and configs that no flag expresses."""
 
 import json
 from pathlib import Path
@@ -34,23 +34,25 @@ def flags(folder: Path, config: dict[str, Any]) -> Flags:
         {**LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
     ],
 )
-def test_flags_of_a_config_give_it_back(tmp_path: Path, config: dict[str, Any]) -> None:
-    words = read_exact_config_flags(written(tmp_path, config))
-    assert build_config(words, "float32").items() >= config.items()
+def test_flags_of_a_config_convert_back_to_the_config(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    flag_list = read_exact_config_flags(written(tmp_path, config))
+    assert build_config(flag_list, "float32").items() >= config.items()
 
 
-def test_transformers_5_says_rope_parameters_where_4_said_theta_and_scaling(tmp_path: Path) -> None:
+def test_rope_parameters_of_transformers_5_equal_theta_and_scaling_of_4(tmp_path: Path) -> None:
     before = flags(tmp_path, {**LLAMA, "rope_scaling": LLAMA3_SCALING})
     config = {name: value for name, value in LLAMA.items() if name != "rope_theta"}
     parameters = {**LLAMA3_SCALING, "rope_theta": 500000.0}
     now = flags(tmp_path, {**config, "rope_parameters": parameters})
-    for found in (before, now):
-        assert found.has("--use-rope-scaling")
-        assert found.text("--rope-scaling-factor") == "8.0"
-        assert found.text("--rotary-base") == "500000"
+    for parsed in (before, now):
+        assert parsed.has("--use-rope-scaling")
+        assert parsed.text("--rope-scaling-factor") == "8.0"
+        assert parsed.text("--rotary-base") == "500000"
 
 
-def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_path: Path) -> None:
+def test_flags_contain_a_non_default_epsilon_and_the_kind_of_gelu(tmp_path: Path) -> None:
     assert not flags(tmp_path, GPT2).has("--norm-epsilon")
     assert flags(tmp_path, GPT2).has("--openai-gelu")
     assert flags(tmp_path, {**LLAMA, "rms_norm_eps": 1e-6}).number("--norm-epsilon", 0) == 1e-6
@@ -60,7 +62,7 @@ def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 2.0}}, "low_freq_factor"),
         ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 8}}, "high_freq_factor"),
@@ -78,20 +80,20 @@ def test_an_epsilon_is_named_where_it_is_not_megatrons_and_gelu_by_its_kind(tmp_
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config; convert"),
     ],
 )
-def test_what_no_flag_expresses_is_refused_by_name(
-    tmp_path: Path, config: dict[str, Any], said: str
+def test_config_field_without_a_flag_is_refused_by_name(
+    tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         read_exact_config_flags(written(tmp_path, config))
 
 
-def test_the_planner_still_takes_what_is_not_converted(tmp_path: Path) -> None:
+def test_planner_accepts_configs_that_cannot_be_converted(tmp_path: Path) -> None:
     linear = {**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert Flags(read_config_flags(written(tmp_path, linear))).has("--swiglu")
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("more", "message"),
     [
         (("--num-experts", "8"), "--num-experts"),
         (("--qk-layernorm",), "--qk-layernorm"),
@@ -99,11 +101,11 @@ def test_the_planner_still_takes_what_is_not_converted(tmp_path: Path) -> None:
     ],
 )
 def test_flags_of_another_architecture_have_no_config(
-    tmp_path: Path, more: tuple[str, ...], said: str
+    tmp_path: Path, more: tuple[str, ...], message: str
 ) -> None:
-    words = read_exact_config_flags(written(tmp_path, LLAMA))
-    with pytest.raises(ValueError, match=said):
-        build_config(merge_flags(words, more), "float32")
+    flag_list = read_exact_config_flags(written(tmp_path, LLAMA))
+    with pytest.raises(ValueError, match=message):
+        build_config(merge_flags(flag_list, more), "float32")
 
 
 QWEN3_MOE = {
@@ -175,7 +177,7 @@ def test_mixtures_of_qwen3_and_deepseek_have_the_parameters_of_their_checkpoints
     tmp_path: Path,
 ) -> None:
     assert parameters(tmp_path, QWEN3_MOE) == 30_532_122_624
-    # Without the biases of its routers, which Megatron keeps in buffers.
+    # The biases of routers are not counted, because Megatron keeps them in buffers.
     alone = {**DEEPSEEK_V3, "num_nextn_predict_layers": 0}
     assert parameters(tmp_path, alone) == 671_026_419_200 - 58 * 256
     flags = Flags(read_config_flags(written(tmp_path, DEEPSEEK_V3)))
@@ -191,16 +193,18 @@ def test_gpt_oss_has_the_parameters_of_its_model_card(tmp_path: Path) -> None:
 
 
 def test_every_flag_of_gpt_oss_is_part_of_a_prediction(tmp_path: Path) -> None:
-    words = read_config_flags(written(tmp_path, GPT_OSS_20B))
+    flag_list = read_config_flags(written(tmp_path, GPT_OSS_20B))
     of_a_run = flags_planned_as("MICRO_BATCH=")
-    left = drop_flags(words, flags_planned_as("counted", "neither", "parameters") | of_a_run)
-    assert left == ()
+    unplanned = drop_flags(
+        flag_list, flags_planned_as("counted", "neither", "parameters") | of_a_run
+    )
+    assert unplanned == ()
     shape = find_model(str(tmp_path / "config.json")).shape
     assert (shape.window, shape.windowed_fraction, shape.clamps_activations) == (128, 0.5, True)
 
 
 @pytest.mark.parametrize(
-    ("config", "said"),
+    ("config", "message"),
     [
         ({**QWEN3_MOE, "mlp_only_layers": [0]}, "dense layers between layers with experts"),
         ({**QWEN3_MOE, "num_experts": 0}, "num_experts = 0; use a whole number of 1 or more"),
@@ -212,7 +216,7 @@ def test_every_flag_of_gpt_oss_is_part_of_a_prediction(tmp_path: Path) -> None:
     ],
 )
 def test_a_mixture_that_cannot_be_planned_is_refused_by_its_field(
-    tmp_path: Path, config: dict[str, Any], said: str
+    tmp_path: Path, config: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         read_config_flags(written(tmp_path, config))

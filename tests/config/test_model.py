@@ -47,7 +47,7 @@ DIMENSIONS = [
         ("dense-5b", 5_121_629_184, Batch(1, 256), 2048),
     ],
 )
-def test_the_presets_are_what_they_say(
+def test_presets_have_their_documented_sizes(
     name: str, parameters: int, batch: Batch, sequence: int
 ) -> None:
     model = load_model(name)
@@ -80,7 +80,7 @@ def test_the_sizes_of_the_size_axis_are_exact(
     assert f"{without_embeddings:,} parameters without embeddings" in text
 
 
-def test_an_unknown_model_names_the_near_ones() -> None:
+def test_unknown_model_suggests_similar_names() -> None:
     with pytest.raises(UnknownModelError, match="no model 'gpt2-larg'; did you mean gpt2-large"):
         load_model("gpt2-larg")
 
@@ -93,7 +93,7 @@ def test_a_model_that_is_no_gpt_is_refused_by_its_entry(name: str) -> None:
         load_model(name)
 
 
-def test_a_name_is_one_familys_and_every_preset_can_be_read() -> None:
+def test_preset_names_are_unique_and_every_preset_is_readable() -> None:
     assert len(set(model_names())) == len(model_names())
     assert {load_model(name).name for name in model_names()} == set(model_names())
 
@@ -105,8 +105,8 @@ def test_a_gated_mlp_without_a_size_is_two_thirds_rounded_down_to_64() -> None:
 
 def test_rotary_positions_have_no_table() -> None:
     learned = shape_from_flags("m", Flags([*DIMENSIONS, "--max-position-embeddings", "8"]))
-    words = [*DIMENSIONS, "--max-position-embeddings", "8", "--position-embedding-type", "rope"]
-    assert (learned.positions, shape_from_flags("m", Flags(words)).positions) == (8, 0)
+    flags = [*DIMENSIONS, "--max-position-embeddings", "8", "--position-embedding-type", "rope"]
+    assert (learned.positions, shape_from_flags("m", Flags(flags)).positions) == (8, 0)
 
 
 def test_a_model_without_its_width_is_refused_by_the_flags_name() -> None:
@@ -115,7 +115,7 @@ def test_a_model_without_its_width_is_refused_by_the_flags_name() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         ("--num-layers 0", "--num-layers 0; use 1 or more"),
         ("--hidden-size 0", "--hidden-size 0; use 1 or more"),
@@ -126,9 +126,9 @@ def test_a_model_without_its_width_is_refused_by_the_flags_name() -> None:
         ("--num-layers x", "--num-layers x is not a whole number"),
     ],
 )
-def test_a_shape_that_no_model_has_is_refused_by_the_flag(words: str, message: str) -> None:
+def test_impossible_shape_is_refused_by_its_flag(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shape_from_flags("m", Flags([*DIMENSIONS, *words.split()]))
+        shape_from_flags("m", Flags([*DIMENSIONS, *flags.split()]))
 
 
 def test_a_negative_dimension_of_a_formula_and_an_unknown_recipe_are_refused() -> None:
@@ -145,7 +145,7 @@ def test_the_vocabulary_is_padded_as_megatron_pads_it(tensor: int, rows: int) ->
     assert load_model("gpt2-large").shape.padded_vocabulary(tensor) == rows
 
 
-def test_flags_that_build_the_model_change_its_shape_and_nothing_else_does() -> None:
+def test_only_model_flags_change_the_shape() -> None:
     tiny = load_model("gpt2-tiny")
     shallow = apply_flags_to_model(tiny, ("--num-layers=2", "--lr", "1e-3"))
     assert shallow.shape == replace(tiny.shape, layers=2)
@@ -153,10 +153,10 @@ def test_flags_that_build_the_model_change_its_shape_and_nothing_else_does() -> 
     assert apply_flags_to_model(tiny, ("--lr", "1e-3")) is tiny
 
 
-def test_flags_that_add_tensors_are_the_models_so_its_start_has_them() -> None:
+def test_flags_that_add_tensors_become_flags_of_the_model() -> None:
     tiny = load_model("gpt2-tiny")
-    given = ("--softmax-type", "learnable", "--init-method-std", "0.5", "--clip-grad", "0")
-    flags = Flags(apply_flags_to_model(tiny, given).flags)
+    extra_flags = ("--softmax-type", "learnable", "--init-method-std", "0.5", "--clip-grad", "0")
+    flags = Flags(apply_flags_to_model(tiny, extra_flags).flags)
     assert flags.text("--softmax-type") == "learnable"
     assert flags.text("--init-method-std") == "0.5"
     assert not flags.has("--clip-grad")
@@ -164,13 +164,13 @@ def test_flags_that_add_tensors_are_the_models_so_its_start_has_them() -> None:
     assert all(Flags(apply_flags_to_model(tiny, gates).flags).has(flag) for flag in gates[:-1])
 
 
-def test_one_half_precision_takes_the_others_place() -> None:
+def test_fp16_and_bf16_flags_replace_each_other() -> None:
     large = apply_flags_to_model(load_model("gpt2-large"), ("--bf16",))
     assert large.dtype == "bf16"
     assert "--fp16" not in large.flags
 
 
-def test_a_file_is_a_model_of_its_name(tmp_path: Path) -> None:
+def test_args_file_is_a_model_named_after_the_file(tmp_path: Path) -> None:
     mine = tmp_path / "mine.args"
     mine.write_text(" ".join(DIMENSIONS))
     assert load_model("mine", str(mine)).shape.layers == 2
@@ -183,22 +183,22 @@ def test_a_file_is_a_model_of_its_name(tmp_path: Path) -> None:
         load_model("mine", "gone/mine.args")
 
 
-def test_dropout_is_the_familys_unless_the_model_has_its_own() -> None:
+def test_model_has_the_dropout_of_its_family_unless_its_file_sets_another() -> None:
     assert load_model("moe-tiny").dropout == 0
     assert load_model("gpt2-large").dropout == 0.1
     assert load_model("gpt2-tiny").dropout == 0
 
 
-def test_another_vocabulary_changes_the_embedding_and_the_flag_alone() -> None:
-    own = load_model("blueberry-79m")
-    larger = replace_vocabulary(own, 50257)
+def test_replaced_vocabulary_changes_only_the_embedding_and_its_flag() -> None:
+    original = load_model("blueberry-79m")
+    larger = replace_vocabulary(original, 50257)
     assert total_parameters(larger.shape) == 79_502_208
     assert Flags(larger.flags).integer("--vocab-size", 0) == 50257
-    assert replace_vocabulary(own, 49152) is own
+    assert replace_vocabulary(original, 49152) is original
 
 
 @pytest.mark.parametrize(
-    ("words", "balanced", "z_loss"),
+    ("flags", "balanced", "z_loss"),
     [
         ((), False, False),
         (("--moe-aux-loss-coeff", "0.0"), False, False),
@@ -207,14 +207,14 @@ def test_another_vocabulary_changes_the_embedding_and_the_flag_alone() -> None:
     ],
 )
 def test_a_routers_losses_are_read_from_its_coefficients(
-    words: tuple[str, ...], balanced: bool, z_loss: bool
+    flags: tuple[str, ...], balanced: bool, z_loss: bool
 ) -> None:
-    shape = shape_from_flags("m", Flags([*DIMENSIONS, "--num-experts", "8", *words]))
+    shape = shape_from_flags("m", Flags([*DIMENSIONS, "--num-experts", "8", *flags]))
     assert (shape.load_balancing, shape.router_z_loss) == (balanced, z_loss)
 
 
 @pytest.mark.parametrize(
-    ("words", "window", "share"),
+    ("flags", "window", "share"),
     [
         ("", 0, 0.0),
         ("--window-size 127,0", 128, 1.0),
@@ -224,21 +224,21 @@ def test_a_routers_losses_are_read_from_its_coefficients(
         ("--window-size -1,0", 0, 0.0),
     ],
 )
-def test_layers_have_a_window_by_megatron_s_flags(words: str, window: int, share: float) -> None:
-    shape = shape_from_flags("m", Flags([*DIMENSIONS, *words.split()]))
+def test_sliding_window_of_layers_is_read_from_flags(flags: str, window: int, share: float) -> None:
+    shape = shape_from_flags("m", Flags([*DIMENSIONS, *flags.split()]))
     assert (shape.window, shape.windowed_fraction) == (window, share)
 
 
-def test_a_window_of_no_two_numbers_is_refused() -> None:
+def test_window_that_is_not_two_numbers_is_refused() -> None:
     with pytest.raises(
         ValueError, match="--window-size 128 is no pair of numbers; write a pair such as 127,0"
     ):
         shape_from_flags("m", Flags([*DIMENSIONS, "--window-size", "128"]))
 
 
-def test_a_token_attends_to_those_of_its_window_alone() -> None:
+def test_token_attends_only_to_tokens_of_its_window() -> None:
     plain = shape_from_flags("m", Flags(DIMENSIONS))
-    # Of 8 tokens with windows of 3 each sees 1, 2, 3, 3, ... tokens: 21, twice their mean is 5.25.
+    # With windows of 3, 8 tokens attend to 1, 2, 3, 3, ... tokens: 21 in total, and twice the mean is 5.25.
     assert replace(plain, window=3, windowed_fraction=1.0).effective_attention_length(8) == 5.25
     assert (
         replace(plain, window=3, windowed_fraction=0.5).effective_attention_length(8)
@@ -252,7 +252,7 @@ def test_a_token_attends_to_those_of_its_window_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "clamped"),
+    ("flags", "clamped"),
     [
         ("--quick-geglu --activation-func-clamp-value 7", True),
         ("--swiglu --activation-func-clamp-value 7", False),
@@ -260,5 +260,5 @@ def test_a_token_attends_to_those_of_its_window_alone() -> None:
         ("--quick-geglu --activation-func-clamp-value 7 --use-transformer-engine-op-fuser", False),
     ],
 )
-def test_quick_geglu_is_clamped_by_kernels_of_its_own(words: str, clamped: bool) -> None:
-    assert shape_from_flags("m", Flags([*DIMENSIONS, *words.split()])).clamps_activations is clamped
+def test_only_quick_geglu_has_separate_kernels_for_clamping(flags: str, clamped: bool) -> None:
+    assert shape_from_flags("m", Flags([*DIMENSIONS, *flags.split()])).clamps_activations is clamped

@@ -14,15 +14,15 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("flags", "expected"),
     [
         ("", NO_OFFLOAD),
         (
             "--offload-modules core_attn",
             NO_OFFLOAD,
-        ),  # A log prints them where nothing is offloaded.
+        ),  # A log prints these arguments even if nothing is offloaded.
         ("--cpu-offloading-num-layers 3", Offload(layers=3)),
-        # In the order in which forward comes to them, whatever the order they are said in.
+        # Modules are written in the order of the forward pass, whatever their order in the flags.
         (
             f"{FINE} --offload-modules attn_proj core_attn",
             Offload(modules=("core_attn", "attn_proj")),
@@ -42,16 +42,16 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
         ),
     ],
 )
-def test_flags_offload_these_and_back(words: str, found: Offload) -> None:
-    offload = parse_offload(Flags(words.split()))
-    assert offload == found
+def test_offload_flags_are_parsed_and_written_back(flags: str, expected: Offload) -> None:
+    offload = parse_offload(Flags(flags.split()))
+    assert offload == expected
     assert parse_offload(Flags(offload_flags(offload))) == offload
     assert bool(offload) == (offload != NO_OFFLOAD)
 
 
-def test_a_run_says_it_in_its_flags_and_a_log_prints_it() -> None:
-    words = [*SHAPE.split(), FINE, "--offload-modules", "qkv_linear", "core_attn"]
-    spec = spec_from_flags(words, 1, DeviceKind.GPU)
+def test_offload_of_a_run_is_in_its_flags_and_its_log() -> None:
+    flags = [*SHAPE.split(), FINE, "--offload-modules", "qkv_linear", "core_attn"]
+    spec = spec_from_flags(flags, 1, DeviceKind.GPU)
     assert parse_offload(Flags(flags_from_spec(spec))) == spec.offload
     printed = {
         "fine_grained_activation_offloading": "True",
@@ -62,7 +62,7 @@ def test_a_run_says_it_in_its_flags_and_a_log_prints_it() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("flags", "message"),
     [
         (FINE, "needs --offload-modules; use some of attn_norm"),
         (
@@ -77,6 +77,6 @@ def test_a_run_says_it_in_its_flags_and_a_log_prints_it() -> None:
         ("--cpu-offloading-num-layers -1", "is -1; use 0 or more"),
     ],
 )
-def test_what_megatron_does_not_take_is_named(words: str, message: str) -> None:
+def test_offload_that_megatron_refuses_is_named(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_offload(Flags(words.split()))
+        parse_offload(Flags(flags.split()))

@@ -22,12 +22,12 @@ SHAPE = "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64
 LOCAL = [*SHAPE.split(), "--transformer-impl", "local"]
 
 
-def test_without_transformer_engine_a_gpu_attends_on_sdpa_and_a_cpu_rank_keeps_scores() -> None:
+def test_gpu_without_transformer_engine_uses_sdpa_and_cpu_rank_stores_attention_scores() -> None:
     assert spec_from_flags(LOCAL, 1, DeviceKind.GPU).fused_attention
     assert not spec_from_flags(LOCAL, 1, DeviceKind.CPU).fused_attention
 
 
-def test_a_foreign_log_with_megatrons_own_layers_keeps_scores() -> None:
+def test_foreign_log_with_local_layers_stores_attention_scores() -> None:
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length")
     printed = dict(zip(names, ("2", "64", "4", "64"), strict=True))
     for implementation, fused in (("local", False), ("transformer_engine", True)):
@@ -36,26 +36,26 @@ def test_a_foreign_log_with_megatrons_own_layers_keeps_scores() -> None:
         assert spec.fused_attention is fused
 
 
-def test_a_layout_of_stages_is_written_in_place_of_the_number_of_virtual_ones() -> None:
+def test_pipeline_layout_flag_replaces_the_virtual_stage_flag() -> None:
     shape = [*SHAPE.split(), "--num-layers", "6"]
     layout = ["--pipeline-model-parallel-layout", "Ett|t|tt|tL"]
-    words = [*shape, "--pipeline-model-parallel-size", "2", *layout]
-    spec = spec_from_flags(words, 2, DeviceKind.GPU)
+    flags = [*shape, "--pipeline-model-parallel-size", "2", *layout]
+    spec = spec_from_flags(flags, 2, DeviceKind.GPU)
     assert [spec.layers_per_chunk(rank) for rank in (0, 1)] == [(2, 2), (1, 1)]
     written = flags_from_spec(spec)
     assert "--num-virtual-stages-per-pipeline-rank" not in written
     assert spec_from_flags([*shape, *written], 2, DeviceKind.GPU) == spec
 
 
-def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written_back() -> None:
-    words = [
+def test_optimizer_state_types_are_read_from_flags_and_logs_and_written_back() -> None:
+    flags = [
         "--use-precision-aware-optimizer",
         "--main-grads-dtype",
         "bf16",
         "--exp-avg-dtype",
         "fp8",
     ]
-    spec = spec_from_flags([*SHAPE.split(), "--bf16", *words], 1, DeviceKind.GPU)
+    spec = spec_from_flags([*SHAPE.split(), "--bf16", *flags], 1, DeviceKind.GPU)
     assert spec.state_types == StateTypes(
         gradients="bf16", first_moment="fp8", precision_aware=True
     )
@@ -65,19 +65,19 @@ def test_what_the_optimizer_is_stored_in_is_read_from_flags_and_logs_and_written
     logged = Flags(flags_from_printed_arguments({**printed, "exp_avg_sq_dtype": "torch.uint8"}))
     assert parse_state_types(logged) == StateTypes("", "", "bf16", "fp8", precision_aware=True)
     halved = ["--optimizer-cpu-offload", "--optimizer-offload-fraction", "0.5"]
-    spec = spec_from_flags([*SHAPE.split(), "--bf16", *words, *halved], 1, DeviceKind.GPU)
+    spec = spec_from_flags([*SHAPE.split(), "--bf16", *flags, *halved], 1, DeviceKind.GPU)
     assert spec.state_types.offloaded_fraction == 0.5
     assert spec_from_flags([*SHAPE.split(), *flags_from_spec(spec)], 1, DeviceKind.GPU) == spec
-    assert parse_state_types(Flags([*words, "--optimizer-cpu-offload"])).offloaded_fraction == 1
+    assert parse_state_types(Flags([*flags, "--optimizer-cpu-offload"])).offloaded_fraction == 1
     with pytest.raises(ValueError, match="offload-fraction nan is no fraction of the optimizer"):
-        parse_state_types(Flags([*words, *halved[:2], "nan"]))
+        parse_state_types(Flags([*flags, *halved[:2], "nan"]))
     with pytest.raises(ValueError, match="offload needs --use-precision-aware-optimizer"):
         parse_state_types(Flags(halved))
     with pytest.raises(ValueError, match="does not know the value int3 of --exp-avg-dtype"):
-        parse_state_types(Flags([*words, "--exp-avg-dtype", "int3"]))
+        parse_state_types(Flags([*flags, "--exp-avg-dtype", "int3"]))
 
 
-def test_modules_are_one_way_to_recompute_in_any_order() -> None:
+def test_recomputed_modules_are_equal_in_any_order() -> None:
     assert Recompute.parse("mlp layernorm") == Recompute.parse("layernorm mlp")
     assert Recompute.parse("core_attn") == Recompute.SELECTIVE
     assert Recompute.parse("mlp").modules == {"mlp"}
@@ -87,10 +87,13 @@ def test_modules_are_one_way_to_recompute_in_any_order() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "found"),
+    ("flags", "expected"),
     [
         ("", "none"),
-        ("--recompute-modules mlp", "none"),  # A log prints them where nothing is recomputed.
+        (
+            "--recompute-modules mlp",
+            "none",
+        ),  # A log prints these arguments even if nothing is recomputed.
         ("--recompute-activations", "selective"),
         ("--recompute-granularity selective", "selective"),
         ("--recompute-granularity full --recompute-modules mlp", "full"),
@@ -114,9 +117,9 @@ def test_modules_are_one_way_to_recompute_in_any_order() -> None:
         ),
     ],
 )
-def test_flags_recompute_these_modules_and_back(words: str, found: str) -> None:
-    recompute = parse_recompute(Flags(words.split()))
-    assert str(recompute) == found
+def test_recompute_flags_are_parsed_and_written_back(flags: str, expected: str) -> None:
+    recompute = parse_recompute(Flags(flags.split()))
+    assert str(recompute) == expected
     assert parse_recompute(Flags(recompute_flags(recompute))) == recompute
 
 
@@ -144,25 +147,25 @@ def test_a_log_prints_modules_as_a_list() -> None:
         ("full block 9", (1, 1, 1, 1, 1)),
     ],
 )
-def test_checkpoints_are_laid_from_the_first_layer_on(
+def test_recomputed_groups_are_counted_from_the_first_layer(
     recompute: str, checkpoints: tuple[int, ...]
 ) -> None:
     assert Recompute.parse(recompute).layers_per_checkpoint(5) == checkpoints
     assert Recompute.parse(recompute).layers_per_checkpoint(0) == ()
 
 
-def test_whole_layers_are_computed_again_by_methods_of_megatrons_alone() -> None:
+def test_full_recomputation_accepts_only_methods_of_megatron() -> None:
     assert Recompute.parse("full uniform 1") == Recompute.FULL
     assert Recompute.parse("full uniform 2") == Recompute(method="uniform", layers=2)
     for wrong in ("full block", "full block 0", "full even 2", "block 2"):
         with pytest.raises(ValueError, match=wrong):
             Recompute.parse(wrong)
-    words = "--recompute-granularity full --recompute-method even --recompute-num-layers 2"
+    flags = "--recompute-granularity full --recompute-method even --recompute-num-layers 2"
     with pytest.raises(ValueError, match=r"--recompute-method even .*; use uniform or block"):
-        parse_recompute(Flags(words.split()))
+        parse_recompute(Flags(flags.split()))
 
 
-def test_the_first_layers_of_each_virtual_stage_are_computed_again() -> None:
+def test_block_method_recomputes_the_first_layers_of_each_virtual_stage() -> None:
     split = Parallelism(pipeline=2, virtual_stages=2)
     shape = replace(load_model("gpt2-tiny").shape, layers=14)
     stages = StageSplit(embedding=True, loss=True)
@@ -177,8 +180,8 @@ def test_the_first_layers_of_each_virtual_stage_are_computed_again() -> None:
 
 
 def test_a_module_that_megatron_lacks_is_named() -> None:
-    words = "--recompute-granularity selective --recompute-modules mlp norm"
+    flags = "--recompute-granularity selective --recompute-modules mlp norm"
     with pytest.raises(
         ValueError, match="does not know the value norm of --recompute-modules; use core_attn"
     ):
-        parse_recompute(Flags(words.split()))
+        parse_recompute(Flags(flags.split()))

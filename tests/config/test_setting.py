@@ -9,7 +9,7 @@ from parakit.config.run import Backend
 from parakit.config.setting import SettingError, parse_setting, parse_settings
 
 
-def test_a_value_is_of_its_kind_or_the_refusal_names_variable_value_and_kind() -> None:
+def test_invalid_value_is_refused_with_variable_value_and_kind() -> None:
     assert parse_setting(settings.ITERS, "5") == 5
     assert parse_setting(settings.EXTRA, "--lr '1 e'") == ("--lr", "1 e")
     assert parse_setting(settings.BACKEND, "native") is Backend.NATIVE
@@ -43,10 +43,10 @@ def test_megatron_deepspeed_is_refused_by_name_as_a_backend_and_as_a_checkout(
 
 
 def test_a_variable_that_is_not_set_has_its_default() -> None:
-    found = parse_settings(
+    values = parse_settings(
         (settings.SEED, settings.DATA, settings.RANKS), {"SEED": "", "DATA": "owt-ds/x"}
     )
-    assert found == {"seed": 1234, "data": "owt-ds/x", "ranks": "first,last"}
+    assert values == {"seed": 1234, "data": "owt-ds/x", "ranks": "first,last"}
     recompute = settings.RECOMPUTE._replace(default="full")
     assert parse_settings((recompute,), {}) == {"recompute": Recompute.FULL}
 
@@ -57,7 +57,7 @@ def test_every_kind_can_be_read_or_refused(setting: settings.Setting) -> None:
         parse_setting(setting, "?")
 
 
-def test_a_data_set_is_known_by_its_name_its_prefix_or_its_file(
+def test_data_set_is_accepted_by_name_prefix_or_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parakit.config.setting.ROOT", tmp_path)

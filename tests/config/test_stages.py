@@ -19,7 +19,7 @@ def laid(stages: StageSplit, layers: int, pipeline: int, virtual: int = 1) -> li
     return [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
 
 
-def test_126_layers_lie_on_pp_8_with_8_virtual_stages_as_megatron_lays_them() -> None:
+def test_126_layers_are_placed_on_pp_8_with_8_virtual_stages_like_in_megatron() -> None:
     chunks = laid(BOTH, 126, 8, 8)
     assert chunks[0] == (1, 2, 2, 2, 2, 2, 2, 2)
     assert chunks[7] == (2, 2, 2, 2, 2, 2, 2, 1)
@@ -38,7 +38,7 @@ def test_126_layers_lie_on_pp_8_with_8_virtual_stages_as_megatron_lays_them() ->
         (StageSplit(first=5, last=3), 8, 2, 1, [5, 3]),
     ],
 )
-def test_layers_of_each_stage(
+def test_layers_per_stage_follow_the_split(
     stages: StageSplit, layers: int, pipeline: int, virtual: int, expected: list[int]
 ) -> None:
     assert stages.find_problem(layers, pipeline, virtual) == ""
@@ -46,7 +46,7 @@ def test_layers_of_each_stage(
 
 
 @pytest.mark.parametrize(
-    ("stages", "layers", "pipeline", "virtual", "words"),
+    ("stages", "layers", "pipeline", "virtual", "problem"),
     [
         (EVEN_SPLIT, 126, 8, 1, "they do not divide"),
         (BOTH, 126, 6, 1, "128 with embedding or loss counted do not divide"),
@@ -64,10 +64,10 @@ def test_layers_of_each_stage(
         (StageSplit(layout="Et|tL", loss=True), 2, 2, 1, "a layout excludes other ways"),
     ],
 )
-def test_what_megatron_refuses(
-    stages: StageSplit, layers: int, pipeline: int, virtual: int, words: str
+def test_stage_split_that_megatron_refuses_is_named(
+    stages: StageSplit, layers: int, pipeline: int, virtual: int, problem: str
 ) -> None:
-    assert words in stages.find_problem(layers, pipeline, virtual)
+    assert problem in stages.find_problem(layers, pipeline, virtual)
 
 
 def test_61_layers_on_16_stages_leave_the_last_one_short() -> None:
@@ -77,16 +77,18 @@ def test_61_layers_on_16_stages_leave_the_last_one_short() -> None:
 
 
 def test_flags_are_read_back_and_count_for_virtual_stages() -> None:
-    words = ["--pipeline-model-parallel-size", "8", "--num-layers", "126", *BOTH.flags]
-    assert parse_stage_split(Flags(words)) == BOTH
-    assert parse_stage_split(Flags(BOTH.flags)) == EVEN_SPLIT  # Without stages they mean nothing.
-    words += ["--num-layers-per-virtual-pipeline-stage", "2"]
-    assert parallelism_from_flags(words, 8).virtual_stages == 8
+    flags = ["--pipeline-model-parallel-size", "8", "--num-layers", "126", *BOTH.flags]
+    assert parse_stage_split(Flags(flags)) == BOTH
+    assert (
+        parse_stage_split(Flags(BOTH.flags)) == EVEN_SPLIT
+    )  # The flags have no effect without pipeline stages.
+    flags += ["--num-layers-per-virtual-pipeline-stage", "2"]
+    assert parallelism_from_flags(flags, 8).virtual_stages == 8
     assert StageSplit(first=3).flags == ("--decoder-first-pipeline-num-layers", "3")
 
 
-def test_a_layout_lays_virtual_stages_in_the_models_order_and_says_how_many_there_are() -> None:
-    """The layout of a functional test of Megatron's: 16 layers and one ahead on PP 2."""
+def test_pipeline_layout_determines_order_and_number_of_virtual_stages() -> None:
+    """The layout is that of a functional test of Megatron: 16 layers and an MTP layer on PP 2."""
     pipeline = ("--pipeline-model-parallel-size", "2")
     arguments = (*pipeline, "--pipeline-model-parallel-layout", "Et*3|(tt|)*6,tmL")
     stages = parse_stage_split(Flags(arguments))
@@ -100,7 +102,7 @@ def test_a_layout_lays_virtual_stages_in_the_models_order_and_says_how_many_ther
     assert parse_stage_split(Flags((*pipeline, *stages.flags))) == stages
 
 
-def test_layouts_are_spread_with_fewer_layers_at_the_ends_or_filled_from_the_first() -> None:
+def test_generated_layouts_have_fewer_layers_at_the_ends_or_in_the_last_stages() -> None:
     assert even_layout(7, 4) == StageSplit(layout="Et|tt|tt|ttL")
     assert even_layout(6, 4) == StageSplit(layout="Et|tt|tt|tL")
     assert front_loaded_layout(61, 16, 1).layout.endswith("tttt|tmL")

@@ -34,7 +34,7 @@ DEGREE = st.sampled_from([2, 3, 4, 8])
         ("tp2ep2", 4, Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)),
         ("sp2dp2-etp1", 4, Parallelism(2, tensor=2, expert_tensor=1, sequence_parallel=True)),
         ("tp2ep2-etp1", 4, Parallelism(2, 2, expert=2, expert_tensor=1, sequence_parallel=True)),
-        # EP lies over TP too, because each expert is on one of its ranks.
+        # EP spans TP ranks too, because each expert is on a single TP rank.
         ("tp2ep2-etp1", 2, Parallelism(1, 2, expert=2, expert_tensor=1, sequence_parallel=True)),
         ("tp2ep2-etp2", 4, Parallelism(2, 2, expert=2, sequence_parallel=True)),
         ("cp2ep2", 2, Parallelism(context=2, expert=2)),
@@ -80,13 +80,13 @@ def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Pa
         ("1f1b1", 1, "has 1 stage"),
     ],
 )
-def test_what_is_not_in_the_grammar_is_refused(text: str, devices: int, message: str) -> None:
+def test_strategy_outside_the_grammar_is_refused(text: str, devices: int, message: str) -> None:
     with pytest.raises(StrategyError, match=message):
         parse_strategy(text, devices)
 
 
 @given(st.dictionaries(st.sampled_from(["dp", "tp", "cp", "pp"]), DEGREE, min_size=1))
-def test_flags_say_what_the_product_says(degrees: dict[str, int]) -> None:
+def test_strategy_flags_are_those_of_the_name(degrees: dict[str, int]) -> None:
     text = "".join(f"{name}{degree}" for name, degree in degrees.items())
     devices = 1
     for degree in degrees.values():
@@ -105,7 +105,7 @@ def test_flags_say_what_the_product_says(degrees: dict[str, int]) -> None:
     expert_tensor=st.integers(0, 4),
     sharding=st.sampled_from(Sharding),
 )
-def test_the_name_of_a_parallelism_is_parsed_to_it_again(
+def test_strategy_name_parses_back_to_the_same_parallelism(
     data: int,
     tensor: int,
     context: int,
@@ -125,11 +125,11 @@ SCHEDULED = ["gpipe2", "1f1b2", "interleaved2", "pipedream2", "pipedream2bw", "p
 
 
 @pytest.mark.parametrize("text", SCHEDULED)
-def test_a_pipelines_schedule_has_one_name(text: str) -> None:
+def test_pipeline_schedule_has_a_single_name(text: str) -> None:
     assert strategy_name(parse_strategy(text, 2)) == text
 
 
-def test_without_flushes_a_stage_keeps_a_version_for_each_update_it_is_late() -> None:
+def test_stage_without_flushes_keeps_a_weight_version_per_delayed_update() -> None:
     stashed, buffered, flushed = (
         parse_strategy(f"{text}", 4) for text in ("pipedream4", "pipedream4bw", "pipedream-flush4")
     )
@@ -141,7 +141,7 @@ def test_without_flushes_a_stage_keeps_a_version_for_each_update_it_is_late() ->
 @pytest.mark.parametrize(
     "text", ["sp2", "vpp2", "ep2", "zero1", "zero2", "zero3", "fsdp2", *SCHEDULED]
 )
-def test_flags_say_what_the_word_says(text: str) -> None:
+def test_strategy_flags_parse_back_to_the_same_parallelism(text: str) -> None:
     parallelism = parse_strategy(text, 2)
     assert parallelism_from_flags(strategy_flags(parallelism), 2) == parallelism
 
@@ -172,16 +172,24 @@ def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch
     assert scale_batch(Batch(32, 32), parse_strategy(text, devices)) == batch
 
 
-def test_experts_over_tps_own_ranks_need_no_flag_and_over_others_one() -> None:
-    words = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
-    own = parallelism_from_flags((*words, "--expert-tensor-parallel-size", "1"), 4)
-    assert (own.expert_tensor, own.effective_expert_tensor, own.expert_data) == (1, 1, 4)
-    assert strategy_flags(own)[-3:] == ("--expert-tensor-parallel-size", "1", "--sequence-parallel")
-    as_tensor = parallelism_from_flags((*words, "--expert-tensor-parallel-size", "2"), 4)
-    assert as_tensor == parallelism_from_flags(words, 4)
+def test_expert_tensor_parallel_flag_is_needed_only_if_it_differs_from_tp() -> None:
+    flags = ("--tensor-model-parallel-size", "2", "--sequence-parallel")
+    unsplit = parallelism_from_flags((*flags, "--expert-tensor-parallel-size", "1"), 4)
+    assert (unsplit.expert_tensor, unsplit.effective_expert_tensor, unsplit.expert_data) == (
+        1,
+        1,
+        4,
+    )
+    assert strategy_flags(unsplit)[-3:] == (
+        "--expert-tensor-parallel-size",
+        "1",
+        "--sequence-parallel",
+    )
+    as_tensor = parallelism_from_flags((*flags, "--expert-tensor-parallel-size", "2"), 4)
+    assert as_tensor == parallelism_from_flags(flags, 4)
 
 
-def test_expert_parallelism_lies_inside_data_parallelism_and_multiplies_to_all_devices() -> None:
+def test_expert_parallelism_divides_data_parallelism_and_covers_all_devices() -> None:
     split = parse_strategy("tp2pp2ep2dp2", 16)
     assert (split.data, split.expert, split.expert_data) == (4, 2, 2)
     assert split.sequence_parallel, "experts under TP need it"
@@ -199,7 +207,7 @@ def test_expert_parallelism_lies_inside_data_parallelism_and_multiplies_to_all_d
         (Sharding.FSDP2, 3, True, True),
     ],
 )
-def test_a_sharding_says_what_it_shards_and_how(
+def test_sharding_knows_its_sharded_tensors_and_method(
     sharding: Sharding, stage: int, wraps: bool, overlaps: bool
 ) -> None:
     assert (sharding.stage, sharding.wraps_modules, sharding.overlaps_by_default) == (

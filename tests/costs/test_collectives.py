@@ -1,5 +1,7 @@
-"""`measured_calls.json` holds what real Megatron runs made: 4 layers, width 64, sequence 64,
-micro batch 2, global batch 8, on CPU ranks over gloo, at two versions, every collective counted.
+"""Closed forms of collectives compared with real runs.
+
+`measured_calls.json` holds every counted collective of real Megatron runs at two versions: 4 layers, width 64,
+sequence 64, micro batch 2, global batch 8, on CPU ranks over gloo.
 """
 
 import json
@@ -78,7 +80,7 @@ def published(strategy: str) -> dict[Group, int]:
     return sum_bytes_by_group(item for item in traffic if item.payload_bytes > 1_000_000)
 
 
-def test_two_gpus_send_what_the_lecture_formulas_say() -> None:
+def test_bytes_sent_by_two_gpus_follow_the_published_formulas() -> None:
     assert published("dp2") == {Group.DATA_CONTEXT: 2 * 774_090_240}
     assert published("tp2")[Group.TENSOR] == pytest.approx((36 * 4 + 2) * U, rel=0.003)
     assert published("sp2")[Group.TENSOR] == pytest.approx((36 * 5 + 3) * U, rel=0.003)
@@ -142,7 +144,7 @@ def test_zero3_gathers_a_layer_twice_a_micro_batch_as_a_real_run_does() -> None:
     split = Parallelism(data=2, sharding=Sharding.ZERO3)
     traffic = rank_collectives(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
-    # A layer's 49,984 parameters, filled up to whole rows of 256 on both ranks.
+    # A layer's 49,984 parameters are padded to full rows of 256 on both ranks.
     layer, outside = 4 * 50_176, 12_894_720
     assert calls == {
         (Operation.ALL_GATHER, layer): 16,
@@ -152,16 +154,16 @@ def test_zero3_gathers_a_layer_twice_a_micro_batch_as_a_real_run_does() -> None:
     }
 
 
-def test_zero2_gathers_weights_once_and_scatters_gradients_each_micro_batch() -> None:
+def test_zero2_gathers_weights_once_and_reduce_scatters_gradients_per_micro_batch() -> None:
     split = Parallelism(data=2, sharding=Sharding.ZERO2)
     traffic = rank_collectives(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
-    # One bucket of all 3,423,616 parameters, filled up to whole rows of 256 on both ranks.
+    # A single bucket of all 3,423,616 parameters is padded to full rows of 256 on both ranks.
     bucket = 4 * 3_423_744
     assert calls == {(Operation.ALL_GATHER, bucket): 1, (Operation.REDUCE_SCATTER, bucket): 2}
 
 
-def test_torch_fsdp2_gathers_embedding_and_output_layer_for_every_pass_too() -> None:
+def test_torch_fsdp2_gathers_embedding_and_output_layer_in_every_pass() -> None:
     split = Parallelism(data=2, sharding=Sharding.FSDP2)
     traffic = rank_collectives(RunSpec(GPT, split, Batch(2, 8), dtype="fp32"))
     calls = {(i.operation, i.payload_bytes): i.calls for i in traffic if i.payload_bytes > 1000}
@@ -198,12 +200,12 @@ EP2 = Parallelism(data=2, expert=2)
 
 
 def calls_of(spec: RunSpec, group: Group) -> dict[tuple[str, int], int]:
-    found: dict[tuple[str, int], int] = {}
+    calls: dict[tuple[str, int], int] = {}
     for item in rank_collectives(spec):
         if item.group is group:
             key = (item.operation.value, item.payload_bytes)
-            found[key] = found.get(key, 0) + item.calls
-    return found
+            calls[key] = calls.get(key, 0) + item.calls
+    return calls
 
 
 def test_the_z_loss_is_logged_over_stage_pipeline_and_data_ranks() -> None:
@@ -218,17 +220,17 @@ def test_the_z_loss_is_logged_over_stage_pipeline_and_data_ranks() -> None:
     assert old == {Group.PIPELINE: 1, Group.DATA_CONTEXT: 1}
 
 
-def test_without_a_load_balancing_loss_its_tokens_are_not_counted() -> None:
+def test_tokens_per_expert_are_reduced_only_for_a_load_balancing_loss() -> None:
     split = Parallelism(tensor=2, sequence_parallel=True)
     balanced = RunSpec(MOE, split, Batch(2, 8), dtype="fp32")
     free = replace(balanced, shape=replace(MOE, load_balancing=False))
-    # Four layers, four micro batches; and the logging of the loss over the same group.
+    # There are four layers and four micro batches. The logging of the loss uses the same group.
     counted = calls_of(balanced, Group.TENSOR_CONTEXT)
     assert counted == {("all_reduce", 4 * 8): 16, ("all_reduce", 4 * 4): 1}
     assert calls_of(free, Group.TENSOR_CONTEXT) == {}
 
 
-def test_all_gather_brings_every_token_to_every_rank_of_its_experts() -> None:
+def test_all_gather_dispatcher_sends_every_token_to_every_expert_rank() -> None:
     gathered = replace(
         RunSpec(MOE, EP2, Batch(2, 8), dtype="fp32"),
         token_dispatcher=TokenDispatcher.ALL_GATHER,
@@ -245,10 +247,10 @@ def test_all_gather_brings_every_token_to_every_rank_of_its_experts() -> None:
     }
 
 
-def test_the_busiest_rank_of_experts_receives_its_share_more_and_nothing_else_changes() -> None:
+def test_imbalance_changes_only_the_tokens_received_by_the_busiest_rank() -> None:
     even = RunSpec(MOE, EP2, Batch(2, 8), dtype="fp32")
     busy = replace(even, expert_load=ExpertLoad(1.5))
-    copies = 2 * 64 * 2  # sequences × length × experts a token
+    copies = 2 * 64 * 2  # sequences × length × experts per token
     assert set(calls_of(even, Group.EXPERT)) == {
         ("all_to_all", copies * 64 * 4),
         ("all_to_all", copies * 4),
@@ -261,7 +263,7 @@ def test_the_busiest_rank_of_experts_receives_its_share_more_and_nothing_else_ch
     assert calls_of(busy, Group.DATA_CONTEXT) == calls_of(even, Group.DATA_CONTEXT)
 
 
-def test_experts_that_are_not_split_over_tp_need_no_gathering_over_it() -> None:
+def test_experts_that_are_not_split_over_tp_are_not_gathered_over_tp() -> None:
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
     shared = RunSpec(MOE, split, Batch(2, 8), dtype="fp32")
     whole = replace(shared, parallelism=replace(split, expert_tensor=1))

@@ -42,15 +42,15 @@ def test_the_six_published_runs_are_legal(name: str) -> None:
     assert refusals(LARGE.shape, parallelism, batch, dtype="fp16") == ()
 
 
-def test_heads_that_tp_does_not_divide_name_the_degrees_that_do() -> None:
-    found = refusals(XL.shape, Parallelism(tensor=2), Batch(16, 16), model="gpt2-xl")
-    assert found == (
+def test_refusal_of_indivisible_heads_names_the_dividing_degrees() -> None:
+    violations = refusals(XL.shape, Parallelism(tensor=2), Batch(16, 16), model="gpt2-xl")
+    assert violations == (
         "gpt2-xl has 25 attention heads, which TP 2 does not divide; use a TP of 1, 5 or 25.",
     )
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "batch", "words"),
+    ("parallelism", "batch", "sentence"),
     [
         (Parallelism(pipeline=5), Batch(1, 1), "36 layers, which PP 5"),
         (Parallelism(pipeline=4, virtual_stages=2), Batch(1, 4), "PP 4 x 2 virtual stages"),
@@ -70,104 +70,104 @@ def test_heads_that_tp_does_not_divide_name_the_degrees_that_do() -> None:
         ),
     ],
 )
-def test_each_rule_says_what_and_what_instead(
-    parallelism: Parallelism, batch: Batch, words: str
+def test_each_refusal_names_the_problem_and_an_alternative(
+    parallelism: Parallelism, batch: Batch, sentence: str
 ) -> None:
-    (found,) = refusals(LARGE.shape, parallelism, batch)
-    assert words in found
-    assert found.endswith(".")
-    assert ";" in found
+    (violation,) = refusals(LARGE.shape, parallelism, batch)
+    assert sentence in violation
+    assert violation.endswith(".")
+    assert ";" in violation
 
 
-def test_pipedream_makes_an_update_of_each_micro_batch_and_2bw_of_one_a_stage_at_least() -> None:
+def test_pipedream_needs_a_micro_batch_per_update_and_2bw_a_micro_batch_per_stage() -> None:
     spec = replace(spec_from_model(LARGE, Parallelism(), Batch(1, 4)), backend=Backend.NATIVE)
     whole = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM)
     buffered = Parallelism(pipeline=4, schedule=PipelineSchedule.PIPEDREAM_2BW)
     assert find_violations(replace(spec, parallelism=buffered)) == ()
-    (found,) = find_violations(replace(spec, parallelism=whole))
-    assert "use a micro batch of 4, or pipedream4bw" in found
-    (found,) = find_violations(replace(spec, parallelism=buffered, batch=Batch(2, 4)))
-    assert "use a global batch of 8" in found
+    (violation,) = find_violations(replace(spec, parallelism=whole))
+    assert "use a micro batch of 4, or pipedream4bw" in violation
+    (violation,) = find_violations(replace(spec, parallelism=buffered, batch=Batch(2, 4)))
+    assert "use a global batch of 8" in violation
 
 
-def test_a_pipeline_of_plain_pytorch_is_refused_without_flags_of_megatrons() -> None:
+def test_refusal_of_a_native_pipeline_names_no_megatron_flags() -> None:
     split = Parallelism(pipeline=5, schedule=PipelineSchedule.GPIPE)
     spec = spec_from_model(LARGE, split, Batch(1, 5))
-    (found,) = find_violations(replace(spec, backend=Backend.NATIVE))
-    assert "36 layers, which PP 5 does not divide; use a PP of 1, 2, 3" in found
-    assert "--" not in found
+    (violation,) = find_violations(replace(spec, backend=Backend.NATIVE))
+    assert "36 layers, which PP 5 does not divide; use a PP of 1, 2, 3" in violation
+    assert "--" not in violation
 
 
 def test_all_to_all_context_parallelism_needs_enough_heads() -> None:
     split, batch = Parallelism(context=32), Batch(1, 1)
     assert refusals(LARGE.shape, split, batch) == ()
-    (found,) = refusals(LARGE.shape, split, batch, cp_comm_type="a2a")
-    assert "16 key/value heads per TP rank, which all-to-all CP 32 does not divide" in found
+    (violation,) = refusals(LARGE.shape, split, batch, cp_comm_type="a2a")
+    assert "16 key/value heads per TP rank, which all-to-all CP 32 does not divide" in violation
 
 
-def test_layers_that_do_not_divide_are_refused_with_the_flags_that_lay_them() -> None:
+def test_refusal_of_indivisible_layers_names_the_flags_that_place_them() -> None:
     shape = replace(LARGE.shape, layers=126)
     split, batch = Parallelism(pipeline=8, virtual_stages=8), Batch(1, 8)
-    (found,) = refusals(shape, split, batch)
-    assert "126 layers, which PP 8 x 8 virtual stages does not divide" in found
-    assert found.endswith(
+    (violation,) = refusals(shape, split, batch)
+    assert "126 layers, which PP 8 x 8 virtual stages does not divide" in violation
+    assert violation.endswith(
         ", or --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split."
     )
     stages = StageSplit(embedding=True, loss=True)
     assert refusals(shape, split, batch, stages=stages) == ()
-    (found,) = refusals(shape, split, batch, stages=StageSplit(first=3))
-    assert "the other 123 layers do not divide over 7 other stages; use a PP of" in found
+    (violation,) = refusals(shape, split, batch, stages=StageSplit(first=3))
+    assert "the other 123 layers do not divide over 7 other stages; use a PP of" in violation
 
 
 def test_an_unknown_context_communication_is_refused() -> None:
-    (found,) = refusals(LARGE.shape, Parallelism(context=2), Batch(1, 1), cp_comm_type="ring")
-    assert "use p2p, all_gather or a2a" in found
+    (violation,) = refusals(LARGE.shape, Parallelism(context=2), Batch(1, 1), cp_comm_type="ring")
+    assert "use p2p, all_gather or a2a" in violation
 
 
 def test_query_groups_are_split_like_heads() -> None:
     grouped = replace(LARGE.shape, query_groups=2)
-    (found,) = refusals(grouped, Parallelism(tensor=4), Batch(1, 1))
-    assert "2 query groups, which TP 4 does not divide; use a TP of 1 or 2" in found
+    (violation,) = refusals(grouped, Parallelism(tensor=4), Batch(1, 1))
+    assert "2 query groups, which TP 4 does not divide; use a TP of 1 or 2" in violation
 
 
 def test_from_0_16_on_ranks_share_a_query_group() -> None:
     shape = replace(LARGE.shape, query_groups=1)
     spec = RunSpec(shape, Parallelism(tensor=2), Batch(1, 1))
     assert find_violations(spec, (0, 16)) == ()
-    (found,) = find_violations(spec, (0, 15))
-    assert "1 query groups, which TP 2 does not divide" in found
+    (violation,) = find_violations(spec, (0, 15))
+    assert "1 query groups, which TP 2 does not divide" in violation
     three = replace(
         spec, shape=replace(LARGE.shape, query_groups=2), parallelism=Parallelism(tensor=5)
     )
-    assert any("2 query groups" in one for one in find_violations(three, (0, 19)))
+    assert any("2 query groups" in sentence for sentence in find_violations(three, (0, 19)))
 
 
 def test_a_sequence_longer_than_the_position_table_is_refused() -> None:
-    (found,) = refusals(replace(LARGE.shape, seq_length=2048), Parallelism(), Batch(1, 1))
-    assert "exceeds the model's 1024 learned positions" in found
+    (violation,) = refusals(replace(LARGE.shape, seq_length=2048), Parallelism(), Batch(1, 1))
+    assert "exceeds the model's 1024 learned positions" in violation
 
 
 def test_experts_need_sequence_parallelism_under_tp_and_divide_by_ep() -> None:
-    (found,) = refusals(MOE, Parallelism(tensor=2), Batch(1, 1))
-    assert "need --sequence-parallel" in found
-    (found,) = refusals(MOE, Parallelism(data=3, expert=3), Batch(1, 3))
-    assert "8 experts, which EP 3 does not divide; use an EP of 1, 2, 4 or 8" in found
-    (found,) = refusals(MOE, Parallelism(data=2, expert=4), Batch(1, 2))
-    assert "use an EP of 1 or 2" in found
+    (violation,) = refusals(MOE, Parallelism(tensor=2), Batch(1, 1))
+    assert "need --sequence-parallel" in violation
+    (violation,) = refusals(MOE, Parallelism(data=3, expert=3), Batch(1, 3))
+    assert "8 experts, which EP 3 does not divide; use an EP of 1, 2, 4 or 8" in violation
+    (violation,) = refusals(MOE, Parallelism(data=2, expert=4), Batch(1, 2))
+    assert "use an EP of 1 or 2" in violation
 
 
 def test_experts_with_biases_are_refused() -> None:
-    (found,) = refusals(replace(MOE, bias=True), Parallelism(), Batch(1, 1))
-    assert "--disable-bias-linear" in found
+    (violation,) = refusals(replace(MOE, bias=True), Parallelism(), Batch(1, 1))
+    assert "--disable-bias-linear" in violation
 
 
 @pytest.mark.parametrize(
     ("recompute", "refused"), [("full", False), ("full uniform 2", True), ("full block 1", True)]
 )
-def test_of_blocks_all_are_recomputed_one_by_one_or_none(recompute: str, refused: bool) -> None:
+def test_hybrid_blocks_are_recomputed_singly_or_not_at_all(recompute: str, refused: bool) -> None:
     shape = replace(LARGE.shape, layers=1, blocks="*-*-")
-    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute.parse(recompute))
-    assert [("uniform --recompute-num-layers 1" in sentence) for sentence in found] == [
+    violations = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute.parse(recompute))
+    assert [("uniform --recompute-num-layers 1" in sentence) for sentence in violations] == [
         True
     ] * refused
 
@@ -182,28 +182,30 @@ def test_of_blocks_all_are_recomputed_one_by_one_or_none(recompute: str, refused
         ("full", True, True),
     ],
 )
-def test_an_mlp_with_biases_is_not_recomputed_by_itself(
+def test_recomputing_only_an_mlp_with_biases_is_refused(
     modules: str, bias: bool, fits: bool
 ) -> None:
     shape = replace(LARGE.shape, bias=bias)
-    found = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute.parse(modules))
-    assert [("--disable-bias-linear" in reason) for reason in found] == ([] if fits else [True])
+    violations = refusals(shape, Parallelism(), Batch(1, 1), recompute=Recompute.parse(modules))
+    assert [("--disable-bias-linear" in reason) for reason in violations] == (
+        [] if fits else [True]
+    )
 
 
-def test_fp16_is_refused_where_upstream_refuses_it() -> None:
-    (found,) = refusals(MOE, Parallelism(data=2, expert=2), Batch(1, 2), dtype="fp16")
-    assert "EP refuses fp16" in found
+def test_fp16_is_refused_in_the_same_cases_as_in_megatron() -> None:
+    (violation,) = refusals(MOE, Parallelism(data=2, expert=2), Batch(1, 2), dtype="fp16")
+    assert "EP refuses fp16" in violation
     fsdp2 = Parallelism(data=2, sharding=Sharding.FSDP2)
-    (found,) = refusals(LARGE.shape, fsdp2, Batch(1, 2), dtype="fp16")
-    assert "FSDP2 refuses fp16; use --bf16" in found
+    (violation,) = refusals(LARGE.shape, fsdp2, Batch(1, 2), dtype="fp16")
+    assert "FSDP2 refuses fp16; use --bf16" in violation
 
 
 def test_experts_in_fp16_are_refused_up_to_015() -> None:
     moe, split, batch = MOE, Parallelism(data=2, expert=2), Batch(1, 2)
     for release in (None, (0, 15)):
-        (found,) = refusals(moe, split, batch, dtype="fp16", release=release)
+        (violation,) = refusals(moe, split, batch, dtype="fp16", release=release)
         assert (
-            found
+            violation
             == "EP refuses fp16 (up to 0.15, f4fa7d6b included); use --bf16, or Megatron 0.16."
         )
     assert refusals(moe, split, batch, dtype="fp16", release=(0, 16)) == ()
@@ -211,15 +213,15 @@ def test_experts_in_fp16_are_refused_up_to_015() -> None:
 
 
 @pytest.mark.parametrize("chosen", [0, 9])
-def test_a_token_goes_to_at_least_one_and_at_most_all_experts(chosen: int) -> None:
-    (found,) = refusals(replace(MOE, experts_per_token=chosen), Parallelism(), Batch(1, 1))
-    assert f"to {chosen} of 8 experts; use a --moe-router-topk of 1 to 8." in found
+def test_experts_per_token_are_at_least_one_and_at_most_all(chosen: int) -> None:
+    (violation,) = refusals(replace(MOE, experts_per_token=chosen), Parallelism(), Batch(1, 1))
+    assert f"to {chosen} of 8 experts; use a --moe-router-topk of 1 to 8." in violation
 
 
 @pytest.mark.parametrize(
-    ("split", "words"),
+    ("split", "sentence"),
     [
-        # TP 2 × DP 2 leave four ranks to experts that are not split.
+        # TP 2 × DP 2 gives four ranks for experts that are not split.
         (Parallelism(data=2, tensor=2, expert=4, expert_tensor=1, sequence_parallel=True), ""),
         (Parallelism(data=2, tensor=2, expert=2, expert_tensor=1, sequence_parallel=True), ""),
         (Parallelism(data=2, tensor=2, expert=2, expert_tensor=4, sequence_parallel=True), "= 1"),
@@ -228,6 +230,6 @@ def test_a_token_goes_to_at_least_one_and_at_most_all_experts(chosen: int) -> No
         (Parallelism(data=2, expert_tensor=4), "DP x CP x TP = 2 and does not divide it"),
     ],
 )
-def test_experts_may_be_split_otherwise_than_the_rest(split: Parallelism, words: str) -> None:
-    found = refusals(MOE, split, Batch(1, split.data))
-    assert (words in found[0]) if words else not found
+def test_expert_tensor_parallelism_may_differ_from_tp(split: Parallelism, sentence: str) -> None:
+    violations = refusals(MOE, split, Batch(1, split.data))
+    assert (sentence in violations[0]) if sentence else not violations

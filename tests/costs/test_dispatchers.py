@@ -1,4 +1,4 @@
-"""Buffers of DeepEP and HybridEP, counted by hand from their sources on tiny shapes."""
+"""Buffers of DeepEP and HybridEP, whose expected bytes were computed by hand from their sources for tiny shapes."""
 
 from dataclasses import replace
 
@@ -28,32 +28,32 @@ def run(ranks: int, dispatcher: TokenDispatcher, shape: ModelShape = TINY) -> Ru
         (2, 10 * 2 * (256 * SLOT + 20)),
         (8, 10 * 8 * (256 * SLOT + 20)),
         (64, 10 * 8 * (288 * SLOT + 76) + 20 * 8 * (140 * (SLOT + 16) + 72)),
-        (12, -32 * MIB),  # DeepEP takes no such number.
+        (12, -32 * MIB),  # DeepEP does not support this number of ranks.
         (1, -32 * MIB),
     ],
 )
-def test_deepep_holds_what_its_hints_say(ranks: int, held: int) -> None:
-    found = dispatcher_bytes(run(ranks, TokenDispatcher.DEEP_EP))
-    assert found == pytest.approx(32 * MIB + held, abs=127)
-    assert found % 128 == 0
+def test_deepep_buffer_has_the_size_of_its_hints(ranks: int, held: int) -> None:
+    buffer_bytes = dispatcher_bytes(run(ranks, TokenDispatcher.DEEP_EP))
+    assert buffer_bytes == pytest.approx(32 * MIB + held, abs=127)
+    assert buffer_bytes % 128 == 0
 
 
-def test_hybridep_has_room_for_the_tokens_of_all_ranks() -> None:
+def test_hybridep_buffer_holds_the_tokens_of_all_ranks() -> None:
     spec = run(4, TokenDispatcher.HYBRID_EP)
     assert dispatcher_bytes(spec) == 4 * 4 * (2 * 256 + 64 * 4 + 2 * 4)
     narrow = replace(TINY, latent_experts=128)
     assert dispatcher_bytes(replace(spec, shape=narrow)) == 4 * 4 * (2 * 128 + 64 * 4 + 4)
 
 
-def test_nothing_is_held_where_tokens_go_through_nccl_or_no_experts_are() -> None:
+def test_no_buffer_is_held_with_nccl_dispatch_or_without_experts() -> None:
     assert dispatcher_bytes(run(4, TokenDispatcher.ALL_TO_ALL)) == 0
     assert dispatcher_bytes(run(4, TokenDispatcher.HYBRID_EP, TINY.without_experts)) == 0
 
 
-def test_it_is_no_part_of_live_tensors_but_of_what_the_device_reports() -> None:
+def test_dispatcher_buffer_counts_for_device_memory_but_not_for_live_tensors() -> None:
     plain, flex = (
-        estimate_rank_memory(run(8, each))
-        for each in (TokenDispatcher.ALL_TO_ALL, TokenDispatcher.DEEP_EP)
+        estimate_rank_memory(run(8, dispatcher))
+        for dispatcher in (TokenDispatcher.ALL_TO_ALL, TokenDispatcher.DEEP_EP)
     )
     assert flex.live == plain.live
     held = dispatcher_bytes(run(8, TokenDispatcher.DEEP_EP))
@@ -62,7 +62,7 @@ def test_it_is_no_part_of_live_tensors_but_of_what_the_device_reports() -> None:
     assert estimate_rank_memory(on_cpu).allocator == 900 * MIB
 
 
-def test_the_flex_dispatcher_is_its_backend_s() -> None:
+def test_flex_dispatcher_is_that_of_its_backend() -> None:
     flex = ["--moe-token-dispatcher-type", "flex"]
     assert parse_token_dispatcher(Flags(flex)) is TokenDispatcher.DEEP_EP
     hybrid = [*flex, "--moe-flex-dispatcher-backend", "hybridep"]

@@ -18,7 +18,7 @@ GUIDE = (ROOT / "examples/gpt3/README.md").read_text(encoding="utf-8")
 TINY = replace(TINY_OF_FOUR, layers=2, query_groups=2)
 
 
-def test_gpt2_large_takes_the_published_work_an_iteration() -> None:
+def test_gpt2_large_has_the_published_flops_per_iteration() -> None:
     shape = load_model("gpt2-large").shape
     assert model_flops(shape, 32) == 161_093_485_854_720
     assert model_flops(shape, 64) == 2 * model_flops(shape, 32)
@@ -30,7 +30,7 @@ def test_the_published_baseline_reaches_its_published_utilisation() -> None:
 
 
 @pytest.mark.parametrize("figure", h200_figures(), ids=lambda figure: figure.strategy)
-def test_the_guide_s_rates_of_a_published_run_follow_from_its_time(figure: Figure) -> None:
+def test_rates_in_the_guide_follow_from_the_time_of_the_published_run(figure: Figure) -> None:
     (row,) = (
         line for line in GUIDE.splitlines() if f"`train-{figure.strategy}-gpt2-large-" in line
     )
@@ -61,7 +61,7 @@ def test_a_gated_mlp_has_three_matrices() -> None:
     assert token_flops(replace(TINY, gated=True)).mlp * 2 == token_flops(TINY).mlp * 3
 
 
-def test_of_the_experts_only_those_routed_to_count() -> None:
+def test_only_experts_with_routed_tokens_count() -> None:
     moe = replace(TINY, experts=8, experts_per_token=2, expert_ffn_hidden=32)
     assert token_flops(moe).mlp == 2 * token_flops(TINY).mlp
     assert token_flops(moe).router == 2 * 2 * 8 * 8
@@ -86,18 +86,18 @@ def test_the_sum_is_the_published_closed_form(hidden64: int, layers: int, sample
     assert model_flops(shape, samples) == tokens * closed
 
 
-def test_flops_as_others_count_them() -> None:
+def test_flops_by_conventions_of_other_trainers() -> None:
     spec = replace(h200_spec("dp2"), recompute=Recompute.FULL)
-    found = token_flops(spec.shape)
-    layers = found.total - found.logits
-    assert flops_by_convention(spec, ()) == 3 * found.total
+    flops = token_flops(spec.shape)
+    layers = flops.total - flops.logits
+    assert flops_by_convention(spec, ()) == 3 * flops.total
     assert flops_by_convention(spec, {"whole-attention"}) == 3 * (
-        found.total + found.attention_scores
+        flops.total + flops.attention_scores
     )
     assert flops_by_convention(spec, {"no-vocabulary"}) == 3 * layers
-    assert flops_by_convention(spec, {"recomputed"}) == 3 * found.total + layers
+    assert flops_by_convention(spec, {"recomputed"}) == 3 * flops.total + layers
     scores = replace(spec, recompute=Recompute.SELECTIVE)
-    assert flops_by_convention(scores, {"recomputed"}) == 3 * found.total + found.attention_scores
+    assert flops_by_convention(scores, {"recomputed"}) == 3 * flops.total + flops.attention_scores
 
 
 def test_scores_of_a_window_are_those_of_its_tokens() -> None:

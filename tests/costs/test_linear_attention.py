@@ -1,4 +1,4 @@
-"""Gated delta nets in place of attention, against what Megatron printed.
+"""Gated delta nets in place of attention, compared with what Megatron printed.
 
 Megatron core_v0.19.0 on CPU ranks, `pretrain_gpt.py` with its own layers in place of Transformer
 Engine's and PyTorch's products in place of flash-linear-attention's: parameters a rank as printed, FLOPs
@@ -25,9 +25,11 @@ HEADS = (
 BARE = "--swiglu --disable-bias-linear --normalization RMSNorm"
 
 
-def linear(every: str, rest: str = "", ranks: int = 1) -> RunSpec:
+def linear(every: str, further_flags: str = "", ranks: int = 1) -> RunSpec:
     variant = f"--experimental-attention-variant gated_delta_net --linear-attention-freq {every}"
-    return spec_from_flags(f"{TINY} {variant} {HEADS} {rest}".split(), ranks, DeviceKind.CPU)
+    return spec_from_flags(
+        f"{TINY} {variant} {HEADS} {further_flags}".split(), ranks, DeviceKind.CPU
+    )
 
 
 @pytest.mark.parametrize(
@@ -55,18 +57,18 @@ def test_a_rank_has_the_parameters_that_megatron_printed(spec: RunSpec, wanted: 
 
 def test_an_iteration_has_the_flops_that_megatron_counts() -> None:
     assert model_flops(linear("2", "--swiglu").shape, 4) == 5_225_054_208
-    # Megatron pads the vocabulary for TP; the kit counts it as for one device.
+    # Megatron pads the vocabulary for TP; the kit counts FLOPs with the padding of a single device.
     tensor = linear("[1,1,0,1]", f"{BARE} --tensor-model-parallel-size 2", 2).shape
     assert model_flops(replace(tensor, vocabulary_multiple=256), 4) == 5_239_209_984
 
 
-def test_no_length_of_a_sequence_changes_what_its_layers_take() -> None:
+def test_flops_per_token_of_linear_attention_do_not_depend_on_sequence_length() -> None:
     shape = linear("[1,1,1,1]").shape
     assert token_flops(shape, 64) == token_flops(shape, 128)
     assert token_flops(shape).attention_scores == 0
 
 
-def test_a_block_of_a_hybrid_is_the_same() -> None:
+def test_linear_attention_block_of_a_hybrid_equals_that_of_a_layer() -> None:
     layers = linear("[1,1,1,1]", BARE).shape
     assert layers.layer_kinds[1][0].blocks == "G-"
     hybrid = linear("4", f"{BARE} --hybrid-layer-pattern G-G-G-G-").shape
@@ -80,7 +82,7 @@ def of(every: str) -> ModelShape:
     return linear(every).shape
 
 
-def test_every_so_manieth_layer_has_attention_or_a_list_says_which() -> None:
+def test_attention_layers_are_set_by_a_period_or_a_list() -> None:
     assert of("2").linear_layers == of("[1,0]*2").linear_layers == (0, 2)
     assert of("4").linear_layers == (0, 1, 2)
     assert of("1").linear_layers == ()

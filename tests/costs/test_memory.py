@@ -43,7 +43,7 @@ def tiny(parallelism: Parallelism | None = None, **changes: object) -> RunSpec:
 
 
 @pytest.mark.parametrize("residual", memory_residuals(), ids=lambda r: r.case)
-def test_every_published_reading_is_predicted_within_three_percent(
+def test_every_published_memory_measurement_is_predicted_within_three_percent(
     residual: PublishedResidual,
 ) -> None:
     assert abs(residual.error) < 0.03
@@ -66,7 +66,7 @@ def test_the_published_saving_of_sequence_parallelism_is_predicted() -> None:
         (Parallelism(context=2), True, 34 / 2),
     ],
 )
-def test_a_layer_keeps_what_the_paper_counts(
+def test_stored_activations_of_a_layer_follow_the_paper(
     parallelism: Parallelism, fused: bool, coefficient: float
 ) -> None:
     spec = tiny(parallelism, fused_attention=fused)
@@ -74,46 +74,53 @@ def test_a_layer_keeps_what_the_paper_counts(
     assert layer_activation_bytes(spec) == coefficient * 16 * 2 * 8 + statistics
 
 
-def test_all_to_all_context_parallelism_keeps_attentions_output_on_both_sides() -> None:
+def test_all_to_all_context_parallelism_stores_attention_output_before_and_after_the_exchange() -> (
+    None
+):
     ring = tiny(Parallelism(context=2))
     more = layer_activation_bytes(replace(ring, cp_comm_type="a2a")) - layer_activation_bytes(ring)
     assert more == 2 * 16 * 2 * 8 // 2
 
 
-def test_fp8_keeps_inputs_of_linear_layers_in_a_byte_and_two_copies_of_their_weights() -> None:
+def test_fp8_stores_linear_inputs_in_a_byte_and_two_copies_of_weights() -> None:
     plain, fp8 = tiny(), tiny(fp8_recipe=Fp8Recipe.TENSORWISE)
     hidden = plain.micro_batch_tokens * TINY.hidden
-    # Two norms' outputs and the activated MLP become bytes; attention's output is kept once more.
+    # The outputs of two norms and the activated MLP become bytes; attention's output is stored a second time.
     saved = 2 * hidden + plain.micro_batch_tokens * TINY.ffn_hidden
     more = plain.micro_batch_tokens * TINY.heads * TINY.head_width
     kept = [layer_activation_bytes(spec) for spec in (plain, fp8)]
     assert kept[0] - kept[1] == saved - more
     held = rank_parameters(plain)
-    one, other = estimate_rank_memory(plain), estimate_rank_memory(fp8)
-    assert other.weights - one.weights == 2 * (held.attention + held.dense_mlp)
-    # Gradients, fp32 weights and Adam are bf16's.
+    bf16_memory, fp8_memory = estimate_rank_memory(plain), estimate_rank_memory(fp8)
+    assert fp8_memory.weights - bf16_memory.weights == 2 * (held.attention + held.dense_mlp)
+    # Gradients, fp32 weights and Adam's moments take the same bytes as with bf16.
     for name in ("gradients", "main_parameters", "optimizer_state"):
-        assert getattr(other, name) == getattr(one, name)
+        assert getattr(fp8_memory, name) == getattr(bf16_memory, name)
 
 
-def test_full_recomputation_keeps_the_input_of_a_layer_alone() -> None:
+def test_full_recomputation_stores_only_layer_inputs() -> None:
     assert layer_activation_bytes(tiny(recompute=Recompute.FULL)) == 2 * 16 * 2 * 8
 
 
 @pytest.mark.parametrize(
     ("recompute", "inputs", "whole", "together"),
     [
-        # Of five layers: inputs kept, layers kept, and what is made again at once.
+        # For five layers: stored inputs, stored layers, and (layers, inputs) of the group recomputed at the peak.
         ("none", 0, 5, (0, 0)),
         ("full", 5, 0, (1, 1)),
-        ("full uniform 2", 3, 0, (2, 2)),  # The last one alone has been freed, input and all.
+        ("full uniform 2", 3, 0, (2, 2)),  # Only the last group has been freed, with its input.
         ("full uniform 4", 2, 0, (4, 2)),
         ("full uniform 5", 1, 0, (5, 1)),
-        ("full block 2", 2, 3, (0, 0)),  # Three layers make room for one.
+        (
+            "full block 2",
+            2,
+            3,
+            (0, 0),
+        ),  # Three stored layers are freed before a recomputed layer needs memory.
         ("full block 5", 5, 0, (1, 1)),
     ],
 )
-def test_a_stage_keeps_its_checkpoints_inputs_and_the_layers_in_none(
+def test_stage_stores_inputs_of_recomputed_groups_and_all_of_the_other_layers(
     recompute: str, inputs: int, whole: int, together: tuple[int, int]
 ) -> None:
     spec = replace(tiny(), recompute=Recompute.parse(recompute))
@@ -122,14 +129,14 @@ def test_a_stage_keeps_its_checkpoints_inputs_and_the_layers_in_none(
     assert recomputed_bytes(spec, 5) == together[0] * layer - together[1] * input_
 
 
-def test_virtual_stages_have_checkpoints_of_their_own() -> None:
+def test_virtual_stages_have_separate_recomputed_groups() -> None:
     split = Parallelism(pipeline=2, virtual_stages=2)
     spec = replace(
         tiny(split), shape=replace(TINY, layers=12), recompute=Recompute.parse("full block 1")
     )
     layer = layer_activation_bytes(tiny())
-    # Five virtual stages of three layers in flight on the first rank, three on the last.
-    masks = 2 * _ELEMENTS  # Of the embedding's dropout, of two micro batches.
+    # The first rank has five virtual stages of three layers in flight, the last rank three.
+    masks = 2 * _ELEMENTS  # The mask of the embedding's dropout, for two micro batches.
     assert activation_bytes(spec, 0) == 5 * (2 * _ELEMENTS + 2 * layer) + masks
     assert activation_bytes(spec, 1) == 3 * (2 * _ELEMENTS + 2 * layer) + 2 * 2 * _ELEMENTS
 
@@ -140,7 +147,7 @@ def test_selective_recomputation_drops_the_scores() -> None:
 
 
 _ELEMENTS = 16 * 2 * 8
-"""Of a hidden state: 16 positions, 2 samples, 8 columns."""
+"""Elements of a hidden state: 16 positions, 2 samples, 8 columns."""
 _EXPERTS = replace(
     TINY,
     bias=False,
@@ -156,7 +163,7 @@ _EXPERTS = replace(
     ("modules", "fused_norms", "dropped"),
     [
         ("mlp", False, 2 * (4 + 4) * _ELEMENTS),
-        # Transformer Engine's MLP begins with its norm, whose output is then made again too.
+        # Transformer Engine's MLP includes its norm, whose output is recomputed too.
         ("mlp", True, 2 * (1 + 4 + 4) * _ELEMENTS),
         ("layernorm", False, 2 * 2 * _ELEMENTS),
         ("layernorm", True, 0),
@@ -165,7 +172,7 @@ _EXPERTS = replace(
         ("moe_act", True, 0),
     ],
 )
-def test_a_dense_layer_drops_what_its_modules_compute_again(
+def test_dense_layer_frees_tensors_of_recomputed_modules(
     modules: str, fused_norms: bool, dropped: int
 ) -> None:
     spec = tiny(fused_norms=fused_norms)
@@ -179,14 +186,14 @@ def test_a_dense_layer_drops_what_its_modules_compute_again(
         ("layernorm", 2 * 2 * _ELEMENTS),
         ("shared_experts", 2 * 32 * (6 + 6)),
         ("moe_act", 2 * 2 * 2 * 32 * 4),
-        # Wide tensors, each copied token, scores in fp32 and their softmax, the shared expert.
+        # Wide tensors, every copied token, scores in fp32 and their softmax, and the shared expert.
         ("moe", 2 * 2 * 32 * (4 + 4 + 4 + 8) + 2 * 4 * 32 * 4 + 2 * 32 * (6 + 6)),
-        # Queries and keys of 2 + 1 columns, values of 2, of 4 heads; what norms inside put out.
+        # Queries and keys of 2 + 1 columns and values of 2 columns for 4 heads, and outputs of inner norms.
         ("mla_up_proj", 2 * 32 * 4 * (3 + 3 + 2) + 2 * 32 * (3 + 5)),
         ("mlp", 0),
     ],
 )
-def test_experts_and_latent_attention_drop_what_their_modules_compute_again(
+def test_experts_and_latent_attention_free_tensors_of_recomputed_modules(
     modules: str, dropped: int
 ) -> None:
     spec = replace(tiny(), shape=_EXPERTS)
@@ -195,7 +202,7 @@ def test_experts_and_latent_attention_drop_what_their_modules_compute_again(
     assert recomputed_bytes(recomputing) == dropped
 
 
-def test_unfused_attention_keeps_keys_and_values_once_a_head() -> None:
+def test_unfused_attention_stores_keys_and_values_per_head() -> None:
     shape = replace(tiny().shape, query_groups=1)
     grouped, plain = (replace(tiny(fused_attention=False), shape=s) for s in (shape, tiny().shape))
     assert layer_activation_bytes(grouped) == layer_activation_bytes(plain)
@@ -232,7 +239,7 @@ def test_state_follows_dtype_and_sharding(
     assert state == bytes_a_parameter * total_parameters(TINY)
 
 
-def test_a_batch_of_millions_is_held_as_a_small_one_is() -> None:
+def test_memory_does_not_depend_on_the_number_of_micro_batches() -> None:
     def held(micro_batches: int) -> int:
         uneven = replace(TINY, layers=7)
         split = Parallelism(pipeline=2, virtual_stages=2)
@@ -243,7 +250,7 @@ def test_a_batch_of_millions_is_held_as_a_small_one_is() -> None:
 
 
 @pytest.mark.parametrize(("vocabulary", "hold"), [(64, "layers"), (64_000, "table")])
-def test_zero3_holds_the_output_layer_and_two_whole_layers_or_its_gradient(
+def test_zero3_holds_gathered_output_layer_and_two_full_layers_or_a_full_gradient(
     vocabulary: int, hold: str
 ) -> None:
     shape = replace(TINY, vocabulary=vocabulary)
@@ -279,7 +286,7 @@ def test_state_follows_the_types_of_a_precision_aware_optimizer(
     assert scattered(spec) == scattered(plain) // (2 if types.gradients else 1)
 
 
-def test_each_instance_of_the_distributed_optimizer_shards_a_whole_one() -> None:
+def test_each_instance_of_the_distributed_optimizer_shards_the_full_state() -> None:
     split = Parallelism(data=8, sharding=Sharding.ZERO1)
     spec = tiny(split, optimizer_instances=2)
     whole, inner = tiny(split), tiny(replace(split, data=4))
@@ -289,12 +296,12 @@ def test_each_instance_of_the_distributed_optimizer_shards_a_whole_one() -> None
 
 
 def scattered(spec: RunSpec) -> int:
-    """Bytes of the gradients that are on their way to the other ranks."""
+    """Return the bytes of gradients that are being sent to other ranks."""
     calls = gradient_collectives(spec, 0)
     return sum(c.payload_bytes for c in calls if c.operation is Operation.REDUCE_SCATTER)
 
 
-def test_experts_are_sharded_over_what_expert_parallelism_leaves() -> None:
+def test_optimizer_of_experts_is_sharded_over_expert_data_parallelism() -> None:
     moe = replace(TINY, experts=4, experts_per_token=1, expert_ffn_hidden=8, bias=False)
     split = Parallelism(data=4, expert=2, sharding=Sharding.ZERO3)
     parts = estimate_rank_memory(replace(tiny(split), shape=moe))
@@ -302,11 +309,11 @@ def test_experts_are_sharded_over_what_expert_parallelism_leaves() -> None:
     assert parts.weights == 2 * (shared // 4 + experts // 2 // 2)
 
 
-def test_the_busiest_rank_keeps_more_of_the_tokens_that_come_to_its_experts() -> None:
+def test_busiest_rank_stores_activations_of_more_tokens() -> None:
     moe = replace(TINY, experts=4, experts_per_token=1, expert_ffn_hidden=8, bias=False)
     even = replace(tiny(Parallelism(data=2, expert=2)), shape=moe)
     busy = replace(even, expert_load=ExpertLoad(1.5))
-    # 16 more copies a layer: what the first product reads and writes, the activation, with its share.
+    # There are 16 more copies per layer: input and output of the first product, and the weighted activation.
     more = 4 * 2 * (even.micro_batch_tokens // 2) * (8 + 3 * 8)
     assert estimate_rank_memory(busy).activations - estimate_rank_memory(even).activations == more
     assert estimate_rank_memory(busy).state == estimate_rank_memory(even).state
@@ -315,7 +322,7 @@ def test_the_busiest_rank_keeps_more_of_the_tokens_that_come_to_its_experts() ->
 @pytest.mark.parametrize(
     ("pipeline", "virtual", "expected"), [(1, 1, 4), (2, 1, 4), (4, 1, 4), (2, 2, 5)]
 )
-def test_the_first_stage_holds_a_whole_models_worth_of_layers(
+def test_first_stage_stores_activations_of_as_many_layers_as_the_model_has(
     pipeline: int, virtual: int, expected: int
 ) -> None:
     spec = tiny(Parallelism(pipeline=pipeline, virtual_stages=virtual))
@@ -331,12 +338,12 @@ def test_interleaving_holds_one_plus_p_minus_1_over_pv_models(pipeline: int, vir
     assert layers_in_flight(spec, 0) == pytest.approx(shape.layers * ratio)
 
 
-def test_few_micro_batches_keep_few_activations() -> None:
+def test_few_micro_batches_store_few_activations() -> None:
     spec = replace(tiny(Parallelism(pipeline=4)), batch=Batch(2, 4))
     assert layers_in_flight(spec, 0) == 2
 
 
-def test_the_last_stage_alone_holds_logits() -> None:
+def test_only_the_last_stage_holds_logits() -> None:
     spec = h200_spec("pp2")
     last = estimate_rank_memory(spec, 1)
     assert last.temporaries - placeholder_bytes(spec, 1) == logits_bytes(spec)
@@ -345,13 +352,13 @@ def test_the_last_stage_alone_holds_logits() -> None:
     assert find_peak_rank(spec)[0] == 1
 
 
-def test_products_that_add_to_gradients_leave_an_empty_one_for_each_shape_of_weight() -> None:
+def test_fused_gradient_accumulation_keeps_an_empty_gradient_per_weight_shape() -> None:
     spec = tiny(Parallelism(tensor=2))
     attention, mlp = 3 * 8 * 8 + 8 * 8, 2 * 4 * 8 * 8
-    biases = 3 * 8 + 4 * 8 + 2 * 2 * 8  # Of what TP splits, and of what it does not.
+    biases = 3 * 8 + 4 * 8 + 2 * 2 * 8  # Some weights are split by TP, others are not.
     table = 8 * spec.padded_vocabulary
     assert placeholder_bytes(spec, 0) == 2 * (attention + mlp + biases + table) // 2
-    # Layers of every depth share them, and stages before the last have no output layer.
+    # All layers share these placeholders, and only the last stage has an output layer.
     assert placeholder_bytes(replace(spec, shape=replace(TINY, layers=8)), 0) == placeholder_bytes(
         spec, 0
     )
@@ -362,13 +369,13 @@ def test_products_that_add_to_gradients_leave_an_empty_one_for_each_shape_of_wei
     "without",
     [{"fused_norms": False}, {"parallelism": Parallelism(data=2, sharding=Sharding.FSDP2)}],
 )
-def test_without_transformer_engine_or_megatrons_gradients_there_are_none(
+def test_empty_gradients_need_transformer_engine_and_main_gradients(
     without: dict[str, object],
 ) -> None:
     assert placeholder_bytes(tiny(**without), 0) == 0  # type: ignore[arg-type]
 
 
-def test_a_loss_that_is_written_over_its_logits_needs_no_other_copy() -> None:
+def test_in_place_loss_needs_no_copy_of_logits() -> None:
     logits = 16 * 2 * 104
     plain = tiny(fused_loss=True)
     assert logits_bytes(plain) == 6 * logits
@@ -377,7 +384,7 @@ def test_a_loss_that_is_written_over_its_logits_needs_no_other_copy() -> None:
     assert logits_bytes(tiny(fused=("cross_entropy",))) == 2 * logits
 
 
-def test_the_output_layer_is_differentiated_with_whole_hidden_states() -> None:
+def test_backward_of_the_output_layer_holds_gathered_hidden_states() -> None:
     split = Parallelism(tensor=2, sequence_parallel=True)
     spec = replace(tiny(split), fused_loss=True, loss_impl="te")
     hidden, tokens = 2 * _ELEMENTS, 16 * 2
@@ -385,7 +392,7 @@ def test_the_output_layer_is_differentiated_with_whole_hidden_states() -> None:
     assert head_backward_bytes(tiny()) == 2 * tokens * 104 + hidden
 
 
-def test_moments_in_fewer_bits_are_updated_in_fp32_all_at_once() -> None:
+def test_low_precision_moments_are_updated_in_fp32_together() -> None:
     aware = ("--bf16", "--use-precision-aware-optimizer")
     half = ("--exp-avg-dtype", "bf16", "--exp-avg-sq-dtype", "fp8")
     split = Parallelism(data=2, sharding=Sharding.ZERO1)
@@ -394,9 +401,9 @@ def test_moments_in_fewer_bits_are_updated_in_fp32_all_at_once() -> None:
         replace(
             tiny(split, recompute=Recompute.FULL),
             shape=shape,
-            state_types=parse_state_types(Flags(words)),
+            state_types=parse_state_types(Flags(flags)),
         )
-        for words in (aware, (*aware, *half))
+        for flags in (aware, (*aware, *half))
     ]
     usual, more = (estimate_rank_memory(replace(spec, dtype="bf16")) for spec in specs)
     parameters = -(-rank_parameters(specs[0]).total // 2)
@@ -409,7 +416,7 @@ def test_fp32_logits_are_not_copied() -> None:
     assert logits_bytes(tiny(dtype="fp32")) == 4 * 16 * 2 * 104
 
 
-def test_a_model_too_large_for_a_cpu_is_seen_before_it_starts() -> None:
+def test_predicted_host_memory_distinguishes_small_and_large_models() -> None:
     tiny_model = load_model("gpt2-tiny")
     assert 0.9e9 < on_cpu(tiny_model) < 2e9
     assert on_cpu(LARGE) > 100e9

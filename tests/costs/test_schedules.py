@@ -47,7 +47,7 @@ def test_the_simulated_activations_are_the_closed_form(timeline: SimulatedSchedu
 
 
 @given(timelines())
-def test_a_worker_does_one_thing_at_a_time_and_everything_once(timeline: SimulatedSchedule) -> None:
+def test_worker_runs_every_task_once_without_overlap(timeline: SimulatedSchedule) -> None:
     for worker in range(timeline.pipeline):
         events = sorted((e for e in timeline.events if e.worker == worker), key=lambda e: e.start)
         assert all(a.end <= b.start + 1e-9 for a, b in pairwise(events))
@@ -65,13 +65,13 @@ def test_backward_never_runs_before_its_forward(timeline: SimulatedSchedule) -> 
             assert ends[worker, forward] < end
 
 
-def test_pipedream_keeps_a_version_for_every_micro_batch_in_flight() -> None:
+def test_pipedream_stores_a_weight_version_per_micro_batch_in_flight() -> None:
     measured = measure_schedule(simulate_schedule(PipelineSchedule.PIPEDREAM, 4, 8))
     assert measured.weight_versions == (4, 3, 2, 1)
     assert measured.staleness == (3, 2, 1, 0)
 
 
-def test_flushing_schedules_keep_one_version_and_are_never_stale() -> None:
+def test_flushing_schedules_store_a_single_weight_version_without_staleness() -> None:
     for schedule in (
         PipelineSchedule.GPIPE,
         PipelineSchedule.ONE_F_ONE_B,
@@ -82,7 +82,7 @@ def test_flushing_schedules_keep_one_version_and_are_never_stale() -> None:
         assert set(measured.staleness) == {0}
 
 
-def test_the_published_pp2_run_idles_as_long_as_it_works() -> None:
+def test_published_pp2_run_is_idle_for_as_long_as_it_computes() -> None:
     assert measure_schedule(simulate_schedule(PipelineSchedule.ONE_F_ONE_B, 2, 1)).bubble == 1
 
 

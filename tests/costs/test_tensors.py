@@ -44,7 +44,7 @@ def count(shape: ModelShape, parallelism: Parallelism, stage: int = 0) -> int:
     return held_by(shape, parallelism, stage).total
 
 
-def test_layers_of_one_kind_share_their_shapes_and_those_of_another_add_theirs() -> None:
+def test_weight_shapes_are_counted_once_per_kind_of_layer() -> None:
     mixture = replace(TINY, bias=False, experts=4, experts_per_token=2, expert_ffn_hidden=4)
     attention, dense, expert = 4 * 8 * 8, 2 * 8 * 32, 2 * 8 * 4
     table = 8 * 104
@@ -56,7 +56,7 @@ def test_layers_of_one_kind_share_their_shapes_and_those_of_another_add_theirs()
         )
 
 
-def test_two_tensor_ranks_pad_the_vocabulary_further_and_keep_norms_whole() -> None:
+def test_tp_2_pads_the_vocabulary_further_and_replicates_norms() -> None:
     shape = load_model("gpt2-large").shape
     assert count(shape, parse_strategy("tp2", 2)) == 387_921_920
 
@@ -89,13 +89,15 @@ def test_a_dense_baseline_has_the_active_parameters_but_for_the_routers(
     assert active_parameters(shape) - total_parameters(load_model(dense).shape) == routers
 
 
-def test_a_dense_model_is_wholly_active() -> None:
+def test_all_parameters_of_a_dense_model_are_active() -> None:
     assert active_parameters(TINY) == total_parameters(TINY)
 
 
 def test_grouped_queries_narrow_only_keys_and_values() -> None:
     grouped = replace(TINY, query_groups=2)
-    narrower = 4 * (2 * 2 * 2) * (8 + 1)  # 2 heads of width 2 fewer, for K and V, with biases
+    narrower = (
+        4 * (2 * 2 * 2) * (8 + 1)
+    )  # There are 2 heads of width 2 fewer, for K and V, with biases.
     assert total_parameters(TINY) - total_parameters(grouped) == narrower
 
 
@@ -126,14 +128,14 @@ def test_rotary_positions_have_no_table() -> None:
     assert total_parameters(TINY) - total_parameters(rotary) == 16 * 8
 
 
-def test_expert_ranks_hold_their_share_of_experts_and_the_whole_router() -> None:
+def test_expert_ranks_hold_their_experts_and_the_full_router() -> None:
     half = held_by(BLUEBERRY, Parallelism(data=2, expert=2))
     whole = held_by(BLUEBERRY, Parallelism(data=2))
     assert half.experts * 2 == whole.experts == 56_623_104
     assert half.shared == whole.shared
 
 
-def test_experts_that_are_not_split_are_whole_on_every_tensor_rank() -> None:
+def test_experts_that_are_not_split_are_full_on_every_tensor_rank() -> None:
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
     as_others, whole = (held_by(BLUEBERRY, replace(split, expert_tensor=ranks)) for ranks in (0, 1))
     assert whole.experts == 2 * as_others.experts == 28_311_552
@@ -170,15 +172,15 @@ def test_the_ranks_that_hold_one_copy_of_the_experts_hold_each_expert_once(
 
 
 @pytest.mark.parametrize(
-    ("parallelism", "words"),
+    ("parallelism", "message"),
     [
         (Parallelism(tensor=3), "4 attention heads .* TP 3"),
         (Parallelism(pipeline=3), "4 layers .* 3"),
         (Parallelism(pipeline=2, virtual_stages=4), "4 layers .* 8"),
     ],
 )
-def test_uneven_splits_are_refused(parallelism: Parallelism, words: str) -> None:
-    with pytest.raises(UnevenSplitError, match=words):
+def test_uneven_splits_are_refused(parallelism: Parallelism, message: str) -> None:
+    with pytest.raises(UnevenSplitError, match=message):
         count(TINY, parallelism)
 
 
@@ -188,7 +190,7 @@ def test_a_rank_that_does_not_exist_is_refused() -> None:
 
 
 def replicated_over_tensor(shape: ModelShape, parallelism: Parallelism, stage: int) -> int:
-    """Elements that every TP rank of a dense model holds whole: norms, row biases, positions."""
+    """Return the elements that every TP rank of a dense model holds in full: norms, row biases, positions."""
     parameters = held_by(shape, parallelism, stage)
     layers = shape.layers // parallelism.pipeline
     row_biases = 2 * shape.hidden if shape.bias else 0
@@ -196,7 +198,7 @@ def replicated_over_tensor(shape: ModelShape, parallelism: Parallelism, stage: i
 
 
 @given(st.sampled_from([1, 2, 4]), st.booleans(), st.booleans(), st.sampled_from([1, 2, 4]))
-def test_stages_add_up_to_the_model_and_the_copied_embedding(
+def test_sum_of_stages_is_the_model_plus_the_copied_embedding(
     tensor: int, tied: bool, gated: bool, pipeline: int
 ) -> None:
     shape = replace(TINY, tied_embeddings=tied, gated=gated)

@@ -1,3 +1,5 @@
+import hashlib
+import os
 import struct
 import subprocess
 import sys
@@ -7,9 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parakit.data import indexed
 from parakit.data.indexed import (
     DatasetError,
     DocumentIndex,
+    hash_file,
     largest_token,
     open_dataset,
     strip_suffix,
@@ -130,6 +134,51 @@ def test_error_names_an_unreadable_manifest(prefix):
     prefix.with_name(prefix.name + ".manifest.json").write_text("{}")
     with pytest.raises(DatasetError, match="is not a manifest of this tool"):
         open_dataset(prefix)
+
+
+def replace_by_another_tool(prefix):
+    """Put files with the counts of the old ones and other content in their place, after the manifest."""
+    dataset = open_dataset(prefix)
+    lengths, tokens = dataset.lengths[::-1].copy(), dataset.stored[::-1].copy()
+    documents = np.arange(len(lengths) + 1)
+    dataset.bin_path.write_bytes(tokens.tobytes())
+    write_index(dataset.idx_path, dataset.dtype, lambda: [DocumentIndex(lengths, documents)])
+    later = prefix.with_name(prefix.name + ".manifest.json").stat().st_mtime_ns + 10**9
+    for path in (dataset.bin_path, dataset.idx_path):
+        os.utime(path, ns=(later, later))
+
+
+def test_hashes_are_those_of_the_present_files_if_the_manifest_is_older(
+    tool, tmp_path, write_lines
+):
+    text = write_lines(["one", "one two three", "one two"])
+    assert tool("--input", text, "--output-prefix", tmp_path / "x") == 0
+    prefix = tmp_path / "x_text_document"
+    made = open_dataset(prefix)
+    before = (made.index_sha256, made.content_sha256)
+    assert before == (made.manifest.idx_sha256, made.manifest.bin_sha256)
+    replace_by_another_tool(prefix)
+    replaced = open_dataset(prefix)
+    now = (replaced.index_sha256, replaced.content_sha256)
+    assert now[0] != before[0]
+    assert now[1] != before[1]
+    assert now[1] == hashlib.sha256(made.bin_path.read_bytes()).hexdigest()
+
+
+def test_a_data_set_without_manifest_is_hashed_and_a_large_one_in_ranges(
+    prefix, tmp_path, monkeypatch
+):
+    prefix.with_name(prefix.name + ".manifest.json").unlink()
+    content = open_dataset(prefix).bin_path.read_bytes()
+    assert open_dataset(prefix).content_sha256 == hashlib.sha256(content).hexdigest()
+    monkeypatch.setattr(indexed, "FULLY_HASHED_BYTES", 10)
+    monkeypatch.setattr(indexed, "CHUNK", 4)
+    large = tmp_path / "large.bin"
+    large.write_bytes(bytes(1000))
+    first = hash_file(large)
+    assert first.startswith("sampled-")
+    large.write_bytes(bytes(999) + b"x")
+    assert hash_file(large) != first
 
 
 def test_largest_token_of_a_small_data_set_is_exact(prefix):

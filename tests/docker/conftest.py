@@ -31,7 +31,7 @@ class Built:
 
     def begin(self, line: str = "iteration        2/", **variables: str) -> Victim:
         """A run that has logged a line."""
-        victim = self.kit.start("dp2", words=TARGET, **{"SAVE_EVERY": "", **variables})
+        victim = self.kit.start("dp2", arguments=TARGET, **{"SAVE_EVERY": "", **variables})
         victim.wait_for(line)
         return victim
 

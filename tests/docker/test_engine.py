@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def test_the_recipe_is_built_and_trains_cpu_ranks_in_a_container(built: Built) -> None:
-    ended = built.end(built.kit.start("dp2", words=TARGET, SAVE_EVERY="", ITERS="3"))
+    ended = built.end(built.kit.start("dp2", arguments=TARGET, SAVE_EVERY="", ITERS="3"))
     assert ended.exit_code == 0, ended.output
     record = json.loads((ended.folder / "run.json").read_text())
     assert record["runtime"] == "docker"
@@ -78,7 +78,7 @@ def test_two_runs_of_one_second_do_not_end_each_other(built: Built, tmp_path: Pa
     for folder in folders:
         folder.mkdir()
     both = [
-        built.kit.start("dp2", words=TARGET, SAVE_EVERY="", ITERS="5", RUNS=str(folder))
+        built.kit.start("dp2", arguments=TARGET, SAVE_EVERY="", ITERS="5", RUNS=str(folder))
         for folder in folders
     ]
     assert [victim.end().exit_code for victim in both] == [0, 0]

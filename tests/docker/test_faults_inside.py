@@ -103,7 +103,7 @@ def test_a_taken_port_is_not_needed(built: Built) -> None:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         taken.bind(("", 29500))
         taken.listen()
-        victim = built.kit.start("dp2", words=TARGET, SAVE_EVERY="", ITERS="2")
+        victim = built.kit.start("dp2", arguments=TARGET, SAVE_EVERY="", ITERS="2")
         assert built.end(victim).status.status is Status.OK
 
 
@@ -207,7 +207,7 @@ def test_another_user_trains_as_oneself_and_is_refused_what_is_not_allowed(
     Path(built.engine.address.removeprefix("unix://")).chmod(0o666)
     others = {**kit.environment, "RUNS": str(tmp_path / "disturbed")}
     assert "Traceback" not in refused(kit, others)
-    victim = kit.start("dp2", words=TARGET, SAVE_EVERY="", ITERS="2", RUNS=str(runs))
+    victim = kit.start("dp2", arguments=TARGET, SAVE_EVERY="", ITERS="2", RUNS=str(runs))
     ended = built.end(victim)
     assert ended.exit_code == 0, ended.output
     assert {path.stat().st_uid for path in ended.folder.rglob("*")} == {SOMEBODY}

@@ -49,11 +49,32 @@ class TestVersions:
     def test_the_default_is_the_published_pair(self) -> None:
         assert find_pair(None) == ImagePair("25.06-py3", PUBLISHED, "0.15.0rc2")
 
+    @pytest.mark.parametrize(
+        ("tag", "version", "commit"),
+        [
+            ("25.09-py3", "0.14.1", "32ad5c89"),
+            ("26.04-py3", "0.18.2", "571370c8"),
+            ("26.06-py3", "0.19.1", "5be96267"),
+        ],
+    )
+    def test_pairs_of_megatrons_own_releases_can_be_chosen(
+        self, tag: str, version: str, commit: str
+    ) -> None:
+        pair = find_pair(tag)
+        assert (pair.megatron_version, pair.name) == (
+            version,
+            f"megatron-parallelism-kit:{tag}-{commit}",
+        )
+        assert f"--build-arg=MEGATRON_VERSION={version}" in build_command(pair)
+
     def test_image_chooses_among_several_pairs(self, tmp_path: Path) -> None:
         path = tmp_path / "versions.env"
         path.write_text(f'{VERSIONS.read_text()}PAIR_26_08="26.08-py3 {"5" * 40} 0.19.0"\n')
         assert find_pair("26.08-py3", path).name == "megatron-parallelism-kit:26.08-py3-55555555"
         assert find_pair(None, path).ngc_tag == "25.06-py3"
+
+    def test_the_tutorials_pair_is_there(self) -> None:
+        assert find_pair("25.09-py3").megatron_version == "0.14.1"
 
     def test_a_digest_behind_a_pair_is_the_bases(self, tmp_path: Path) -> None:
         path = tmp_path / "versions.env"
@@ -63,7 +84,9 @@ class TestVersions:
         assert f"--build-arg=NGC_DIGEST=@sha256:{'5' * 64}" in build_command(pair)
 
     def test_an_unknown_tag_gets_those_that_are_known(self) -> None:
-        with pytest.raises(LaunchError, match=r"IMAGE=25.07-py3 is no pair .*\(it has 25.06-py3\)"):
+        with pytest.raises(
+            LaunchError, match=r"IMAGE=25.07-py3 is no pair .*\(it has 25.06-py3, 25.09"
+        ):
             find_pair("25.07-py3")
 
     @pytest.mark.parametrize("line", ['PAIR_A="25.06-py3 f4fa7d6b 0.15"', "25.06-py3", "PAIR_A="])
@@ -88,6 +111,15 @@ class TestDockerfile:
         assert defaults["MEGATRON_FOLDER"] == MEGATRON_IN_IMAGE
         without = {"NGC_DIGEST", "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST"}
         assert set(re.findall(r"^ARG (\w+)", text, re.MULTILINE)) == {*defaults, *without}
+
+    def test_labels_state_versions_and_base_and_the_user_is_not_root(self) -> None:
+        text = (RECIPE / "Dockerfile").read_text().replace("\\\n", " ")
+        labels = dict(re.findall(r"org\.opencontainers\.image\.([\w.]+)=\"([^\"]+)\"", text))
+        assert labels["base.name"] == "${BASE_IMAGE}:${NGC_TAG}${NGC_DIGEST}"
+        assert labels["version"] == "${NGC_TAG}-${MEGATRON_VERSION}"
+        assert labels["revision"] == "${MEGATRON_COMMIT}"
+        assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["1000:1000"]
+        assert re.search(r"^RUN --mount=type=cache,\S+ +\S+install_requirements.sh", text, re.M)
 
     def test_hadolint_has_nothing_to_say(self) -> None:
         hadolint = Path(sys.executable).with_name("hadolint")
@@ -269,6 +301,18 @@ class TestBuild:
         assert "PIP_EXTRA_INDEX_URL" not in given
         command = build_command(find_pair(None), settings=given)
         assert {"--build-arg=HTTPS_PROXY", "--build-arg=PIP_INDEX_URL"} <= set(command)
+
+    def test_a_mirror_registry_gives_the_base_and_the_pair_its_tag(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(shutil, "which", lambda name: None)
+        with pytest.raises(LaunchError, match="Docker is not installed"):
+            build_image("26.06-py3", dry_run=True, base_image="mirror.example:5000/nvidia/pytorch")
+        shown = capsys.readouterr().out
+        assert "--build-arg=BASE_IMAGE=mirror.example:5000/nvidia/pytorch " in shown
+        assert "--build-arg=NGC_TAG=26.06-py3 " in shown
+        with pytest.raises(LaunchError, match="which the pair of IMAGE= states"):
+            build_image(None, dry_run=True, base_image="mirror.example/nvidia/pytorch:25.06-py3")
 
     def test_an_index_with_a_login_is_refused(self) -> None:
         with pytest.raises(LaunchError, match=r"index-url has a login .* set PIP_INDEX_URL= to"):

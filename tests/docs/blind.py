@@ -16,9 +16,9 @@ BLIND = ROOT / "src" / "parakit" / "planner" / "readings" / "blind" / "2026-11-2
 
 def blind_groups() -> dict[str, ErrorGroup]:
     """Return the errors by kind; kinds of the table in the planner's README have its names."""
-    found = compute_residuals(*read_measurements(BLIND))
+    residuals = compute_residuals(*read_measurements(BLIND))
     members: dict[str, list[Residual]] = defaultdict(list)
-    for item in found.predicted:
+    for item in residuals.predicted:
         members[_kind(item)].append(item)
     return {kind: _group(kind, items) for kind, items in members.items()}
 

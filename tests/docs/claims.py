@@ -1,4 +1,4 @@
-"""The framework survey's claims, judged: figures of runs that it did not make.
+"""Judgement of the framework survey's claims: figures of runs that the survey did not make.
 
 A claim is judged by what is here: its own figures against each other, arithmetic, or the planner's
 prediction of the strategy that it is about. A prediction contradicts it only beyond the planner's error.
@@ -22,22 +22,22 @@ from parakit.planner.search import Candidate, evaluate_configuration
 from tests.docs.predictions import request_of
 
 GPUS, GPU, MODEL, SAMPLES, TOKENS = 1024, "a100", "gpt3-175b", 1536, 300e9
-"""What the survey's claims are about; samples and tokens are arXiv:2104.04473's, which it leaves out."""
+"""Subject of the survey's claims. Samples and tokens are those of arXiv:2104.04473, because the survey omits them."""
 _ERROR = 0.15
 """Times and memory are not predicted better than this everywhere (its README, held-out errors)."""
 _DAY = 86400
 _STATE = {"parameters": 4, "gradients": 4, "optimizer": 8}
-"""Bytes a parameter in fp32, which the survey counts in."""
+"""Bytes per parameter in fp32, the precision that the survey assumes."""
 _COMMUNICATION = ("tensor_parallel", "pipeline_messages", "bubble", "gradient_sync")
-"""What it adds up to an overhead in all."""
+"""Parts of the time that the survey adds up to a total overhead."""
 _VERDICTS = {True: "confirmed", False: "contradicted", None: "cannot be judged"}
 
 Said = tuple[str, bool | None, str]
-"""One statement, whether it is so (None: nothing here says), and the evidence."""
+"""Statement, whether it is true (None if nothing here decides it), and the evidence."""
 
 
 class Claim(dict):
-    """Figures that the survey states; what it does not is None. Keys: `claims:` of `published.yaml`."""
+    """Figures that the survey states, None if it does not. Keys are those of `claims:` in `published.yaml`."""
 
     __getattr__ = dict.get
     __hash__ = object.__hash__
@@ -55,14 +55,16 @@ def claims_table() -> str:
 
 @cache
 def load_claims() -> tuple[Claim, ...]:
-    """Those of `published.yaml`."""
+    """Return the claims of `published.yaml`."""
     return tuple(map(Claim, read_yaml(PUBLISHED_FILE)["claims"]))
 
 
 def judge(claim: Claim) -> list[Said]:
-    """Each statement of a claim."""
+    """Return the judged statements of a claim."""
     return [
-        each for kind in (_rates, _money, _time, _memory, _room, _degrees) for each in kind(claim)
+        statement
+        for kind in (_rates, _money, _time, _memory, _room, _degrees)
+        for statement in kind(claim)
     ]
 
 
@@ -77,8 +79,10 @@ def _rates(claim: Claim) -> Iterator[Said]:
         )
     elif claim.mfu and claim.layout:
         share = _planned(claim, Recompute.NONE).mfu
-        said = f"predicted for {claim.layout} without recomputation, batch {SAMPLES:,}: {share:.0%}"
-        yield f"{claim.mfu:.0%} MFU", _near(share, claim.mfu), said
+        explanation = (
+            f"predicted for {claim.layout} without recomputation, batch {SAMPLES:,}: {share:.0%}"
+        )
+        yield f"{claim.mfu:.0%} MFU", _near(share, claim.mfu), explanation
     if claim.scaling_efficiency:
         states = f"scales to 1,024 GPUs with {claim.scaling_efficiency:.0%}"
         yield states, None, "no smaller run is named that it would be relative to"
@@ -87,16 +91,20 @@ def _rates(claim: Claim) -> Iterator[Said]:
 def _money(claim: Claim) -> Iterator[Said]:
     price, saved, speedup = claim.price_dollars, claim.saved_dollars, claim.speedup
     if price and saved and speedup:
-        found = price * (1 - 1 / speedup)
-        said = f"{price:,.0f} · (1 − 1/{speedup:g}) = {found:,.0f}"
-        yield f"saves {saved:,.0f} dollars", _near(found, saved), said
+        expected_saving = price * (1 - 1 / speedup)
+        explanation = f"{price:,.0f} · (1 − 1/{speedup:g}) = {expected_saving:,.0f}"
+        yield f"saves {saved:,.0f} dollars", _near(expected_saving, saved), explanation
     elif speedup:
-        rates = [each.tflops_per_device for each in load_claims() if each.tflops_per_device]
+        rates = [
+            other_claim.tflops_per_device
+            for other_claim in load_claims()
+            if other_claim.tflops_per_device
+        ]
         ratio = rates[0] / rates[1]
-        said = (
+        explanation = (
             f"its own {rates[0]:g} over {rates[1]:g} TFLOP/s are {ratio:.2f}; measured by neither"
         )
-        yield f"{speedup:.2f} times as fast", abs(ratio - speedup) < 0.02, said
+        yield f"{speedup:.2f} times as fast", abs(ratio - speedup) < 0.02, explanation
 
 
 def _time(claim: Claim) -> Iterator[Said]:
@@ -105,22 +113,22 @@ def _time(claim: Claim) -> Iterator[Said]:
         yield states, None, "no strategy is named, and nobody measured it"
     elif states:
         days = TOKENS / _planned(claim, Recompute.FULL).tokens_per_second / _DAY
-        # With full recomputation: 8 FLOPs a parameter and token.
+        # With full recomputation a token costs 8 FLOPs per parameter.
         counted = 8 * total_parameters(load_model(MODEL).shape) * TOKENS / (GPUS * 140e12) / _DAY
-        said = (
+        explanation = (
             f"predicted for {claim.layout} with full recomputation, batch {SAMPLES:,} and 300 billion "
             f"tokens: {days:.0f} (8·N·D at 140 TFLOP/s: {counted:.0f})"
         )
-        yield states, _near(days, claim.training_days), said
+        yield states, _near(days, claim.training_days), explanation
     if claim.overhead:
         low, high = claim.overhead
-        found = _planned(claim, Recompute.NONE)
+        candidate = _planned(claim, Recompute.NONE)
         parts = (claim.part,) if claim.part else _COMMUNICATION
-        share = sum(getattr(found.seconds, part) for part in parts) / found.seconds.total
-        batch = found.spec.batch.global_batch_size
-        said = f"predicted for {found.strategy}, batch {batch:,}: {share:.1%}"
+        share = sum(getattr(candidate.seconds, part) for part in parts) / candidate.seconds.total
+        batch = candidate.spec.batch.global_batch_size
+        explanation = f"predicted for {candidate.strategy}, batch {batch:,}: {share:.1%}"
         is_so = low * (1 - _ERROR) <= share <= high * (1 + _ERROR)
-        yield f"{low:.0%} to {high:.0%} of an iteration", is_so, said
+        yield f"{low:.0%} to {high:.0%} of an iteration", is_so, explanation
 
 
 def _memory(claim: Claim) -> Iterator[Said]:
@@ -129,19 +137,21 @@ def _memory(claim: Claim) -> Iterator[Said]:
     if not claim.total_gb:
         return
     alone = claim.gpus == 1
-    whole = next(each for each in load_claims() if each.gpus == 1)
+    whole = next(other_claim for other_claim in load_claims() if other_claim.gpus == 1)
     parameters = total_parameters(load_model(MODEL).shape) / 1e9
-    for name, each in _STATE.items():
+    for name, bytes_per_parameter in _STATE.items():
         if alone:
-            found = each * parameters
-            said = f"{each} bytes a parameter are {found:,.0f} GB"
+            expected_gb = bytes_per_parameter * parameters
+            explanation = f"{bytes_per_parameter} bytes a parameter are {expected_gb:,.0f} GB"
         else:
             split = _planned(claim, Recompute.NONE).spec.parallelism
             ranks = split.world_size if split.sharding else split.tensor * split.pipeline
-            found = whole[f"{name}_gb"] / ranks
-            said = f"its own {whole[f'{name}_gb']:,.0f} GB over {ranks:,} ranks are {found:.1f}"
+            expected_gb = whole[f"{name}_gb"] / ranks
+            explanation = (
+                f"its own {whole[f'{name}_gb']:,.0f} GB over {ranks:,} ranks are {expected_gb:.1f}"
+            )
         if claimed := claim.get(f"{name}_gb"):
-            yield f"{claimed:,g} GB of {name}", _near(found, claimed), said
+            yield f"{claimed:,g} GB of {name}", _near(expected_gb, claimed), explanation
     activations = claim.activations_gb or 0
     if activations and alone:
         states = f"{activations:g} GB of activations"
@@ -161,10 +171,11 @@ def _memory(claim: Claim) -> Iterator[Said]:
 
 
 def _predicted_bytes(claim: Claim, part: str, claimed_gb: float) -> Said:
-    """Of a GPU; right with or without recomputation is right, because the claim names neither."""
+    """Judge bytes per GPU. A claim is right if it holds with or without recomputation, because it names neither."""
     plain, again = _both(claim)
     kept, less = (
-        (getattr(each.memory, part) if part else each.memory.total) / 1e9 for each in (plain, again)
+        (getattr(candidate.memory, part) if part else candidate.memory.total) / 1e9
+        for candidate in (plain, again)
     )
     return (
         f"{claimed_gb:g} GB {f'of {part}' if part else 'in all'}",
@@ -192,16 +203,16 @@ def _degrees(claim: Claim) -> Iterator[Said]:
     split = parse_strategy(claim.layout, 280)
     product = split.tensor * split.pipeline * claim.data_parallel
     states = f"DP {claim.data_parallel} on {claim.gpus:,} GPUs"
-    said = f"{split.tensor} · {split.pipeline} · {claim.data_parallel} is {product:,}"
-    yield states, product == claim.gpus, said
+    explanation = f"{split.tensor} · {split.pipeline} · {claim.data_parallel} is {product:,}"
+    yield states, product == claim.gpus, explanation
 
 
 def _fitting(fits: bool) -> str:
     return "fits" if fits else "does not fit"
 
 
-def _near(found: float, claimed: float) -> bool:
-    return abs(found / claimed - 1) <= _ERROR
+def _near(value: float, claimed: float) -> bool:
+    return abs(value / claimed - 1) <= _ERROR
 
 
 def _both(claim: Claim) -> tuple[Candidate, Candidate]:
@@ -210,10 +221,10 @@ def _both(claim: Claim) -> tuple[Candidate, Candidate]:
 
 @cache
 def _planned(claim: Claim, recompute: Recompute) -> Candidate:
-    """The strategy that a claim is about, of its model on its GPUs."""
+    """Return the predicted candidate for the claim's strategy, model and GPUs."""
     replicas = f"dp{claim.data_parallel}-zero1" if claim.data_parallel else ""
     layout = f"{claim.layout}{replicas}"
-    # Of replicas as the degrees multiply, which need not be the GPUs that it names.
+    # Replicas follow from the degrees, whose product need not be the number of GPUs that the claim names.
     gpus = count_devices(layout) if claim.data_parallel else GPUS
     split = parse_strategy(layout, gpus)
     samples = 2 * gpus if SAMPLES % split.data else SAMPLES

@@ -1,6 +1,6 @@
-"""The texts that pages copy from the planner, put into the pages: how a test compares and renews them.
+"""Texts of the planner that pages contain: a test compares them with the pages and renews them.
 
-A text finds its place by its beginning: a table by its header, a sentence by the words before its colon.
+A text replaces the text with the same beginning: the header of a table, or a sentence's words before its colon.
 """
 
 from __future__ import annotations
@@ -54,10 +54,10 @@ PAGES: dict[Path, Callable[[], Iterator[str]]] = {
 
 
 def renewed(path: Path, texts: Iterable[str]) -> str:
-    """The page with its texts of today.
+    """Return the page with current texts.
 
     Raises:
-        LookupError: It has no place for one of them, or two.
+        LookupError: The page has no text with the same beginning, or two.
     """
     page = path.read_text(encoding="utf-8")
     for text in texts:
@@ -66,10 +66,10 @@ def renewed(path: Path, texts: Iterable[str]) -> str:
 
 
 def placed(page: str, text: str) -> str:
-    """The page with this text instead of the one that begins alike; sentences are wrapped anew.
+    """Return the page with this text in place of the text with the same beginning. Sentences are wrapped again.
 
     Raises:
-        LookupError: None begins so, or more than one.
+        LookupError: No text has this beginning, or several have it.
     """
     beginning, is_table = text.split("\n", 1)[0], text.startswith("|")
     if is_table:
@@ -77,16 +77,16 @@ def placed(page: str, text: str) -> str:
     else:
         beginning = text.partition(":")[0]
         pattern = r"\s+".join(map(re.escape, beginning.split())) + r":.*?\.(?=\s)"
-    found = list(re.finditer(pattern, page, re.MULTILINE if is_table else re.DOTALL))
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} texts begin with '{beginning}'; one is needed.")
-    start, end = found[0].span()
+    matches = list(re.finditer(pattern, page, re.MULTILINE if is_table else re.DOTALL))
+    if len(matches) != 1:
+        raise LookupError(f"{len(matches)} texts begin with '{beginning}'; one is needed.")
+    start, end = matches[0].span()
     lines = text if is_table else _wrapped(text, page[page.rfind("\n", 0, start) + 1 : start])
     return page[:start] + lines + page[end:]
 
 
 def _wrapped(text: str, before: str) -> str:
-    """A sentence after what its line begins with."""
+    """Return a sentence wrapped behind the text that starts its line."""
     mark = re.match(r" *(?:[-*] |\d+\. )?", before)
     indent = " " * (mark.end() if mark else 0)
     lines = wrap(

@@ -1,4 +1,4 @@
-"""What practitioners chose beside what a search finds for the same model, devices and batch."""
+"""Comparison of practitioners' strategies with the result of a search for the same model, devices and batch."""
 
 from __future__ import annotations
 
@@ -37,44 +37,44 @@ of a sequence."""
 
 @dataclass(frozen=True)
 class Answer:
-    """The published layout that trains fastest, and the search's."""
+    """The fastest published strategy, its prediction, and the strategy that the search finds."""
 
     published: Residual
-    theirs: Candidate
-    ours: Candidate
+    chosen: Candidate
+    searched: Candidate
 
     @property
     def question(self) -> str:
         """Model, devices, precision and sequence."""
         measurement = self.published.measurement
-        length = self.theirs.spec.shape.seq_length
+        length = self.chosen.spec.shape.seq_length
         return f"{measurement.model}, {measurement.gpus:,} {measurement.gpu}, {measurement.dtype}, {length:,} tokens"
 
     @property
     def ratio(self) -> float:
-        """Predicted time of ours over theirs."""
-        return self.ours.seconds.total / self.theirs.seconds.total
+        """Ratio of the predicted times: the searched strategy over the published one."""
+        return self.searched.seconds.total / self.chosen.seconds.total
 
     @property
     def why(self) -> str:
-        """What ours saves."""
-        if self.ours.spec.parallelism == self.theirs.spec.parallelism:
+        """Text on what the searched strategy saves."""
+        if self.searched.spec.parallelism == self.chosen.spec.parallelism:
             return "the same"
-        if self.ours.is_tied(self.theirs):
+        if self.searched.is_tied(self.chosen):
             return "tied"
         if self.ratio > 1:
             return "theirs is outside of what is searched"
-        return f"ours {describe_saving(self.ours, self.theirs)}"
+        return f"ours {describe_saving(self.searched, self.chosen)}"
 
 
 def practitioners_table() -> str:
-    """Markdown: a row a question."""
+    """Return Markdown with a row per question."""
     columns = (
         Column[Answer]("what was asked", lambda row: row.question, right=False),
-        Column[Answer]("published", lambda row: layout(row.theirs), right=False),
+        Column[Answer]("published", lambda row: layout(row.chosen), right=False),
         Column[Answer]("took", lambda row: row.published.published_seconds, duration),
-        Column[Answer]("predicted", lambda row: row.theirs.seconds.total, duration),
-        Column[Answer]("the search's", lambda row: layout(row.ours), right=False),
+        Column[Answer]("predicted", lambda row: row.chosen.seconds.total, duration),
+        Column[Answer]("the search's", lambda row: layout(row.searched), right=False),
         Column[Answer]("its time over theirs", lambda row: row.ratio, lambda r: f"{r:.2f}"),
         Column[Answer]("why", lambda row: row.why, right=False),
         Column[Answer]("source", lambda row: row.published.measurement.source, right=False),
@@ -83,14 +83,14 @@ def practitioners_table() -> str:
 
 
 def layout(candidate: Candidate) -> str:
-    """Strategy, micro batch and recomputation."""
+    """Return the text of strategy, micro batch and recomputation."""
     spec = candidate.spec
     again = "" if spec.recompute == Recompute() else f", recomputes {spec.recompute}"
     return f"{candidate.strategy}, {spec.batch.micro_batch_size} a micro batch{again}"
 
 
 def answer(question: Question) -> Answer:
-    """The fastest published run of a question, and the search with its batch and its execution."""
+    """Return the fastest published run of a question and the search result for the same batch and execution."""
     published = min(_predicted(question), key=_seconds_a_token)
     spec, cluster = published.measured_run.spec, published.measured_run.cluster
     plain = replace(
@@ -101,23 +101,23 @@ def answer(question: Question) -> Answer:
     )
     model = replace(load_model("gpt2-large"), name=published.measurement.model, shape=spec.shape)
     request = Request(model, cluster, spec.batch.global_batch_size, plain)
-    ours = search_configurations(request).winner
-    assert ours is not None
-    return Answer(published, evaluate_configuration(request, spec), ours)
+    searched = search_configurations(request).winner
+    assert searched is not None
+    return Answer(published, evaluate_configuration(request, spec), searched)
 
 
 def _predicted(question: Question) -> list[Residual]:
-    found, own = [], [(run.measurement, run) for run in kit_runs()]
+    residuals, own_runs = [], [(run.measurement, run) for run in kit_runs()]
     *asked, length = question
     for measurement, known in (
         *((measurement, None) for measurement in read_measurements()[0]),
-        *own,
+        *own_runs,
     ):
         stated = [measurement.model, measurement.gpus, measurement.gpu, measurement.dtype.upper()]
         if stated != asked or (length and measurement.seq != length) or not _is_timed(measurement):
             continue
         try:
-            found.append(
+            residuals.append(
                 compute_residual(
                     use_constants_without_source(
                         known or convert_measurement(measurement), measurement.source
@@ -126,7 +126,7 @@ def _predicted(question: Question) -> list[Residual]:
             )
         except RefusedError:
             continue
-    return found
+    return residuals
 
 
 def _is_timed(measurement: PublishedMeasurement) -> bool:

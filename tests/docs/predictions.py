@@ -51,12 +51,15 @@ SIZE_GPUS, SIZE_GPU = (2, 4, 8, 16), "h100"
 
 
 def predictions() -> list[str]:
-    """A sentence for each prediction of the guide: the best strategy, and how much slower another is."""
-    return [*(_best(*each) for each in PREDICTED), *map(_over_a_slow_link, REPORT_MODELS)]
+    """Return a sentence per prediction of the guide: the best strategy, and how much slower another is."""
+    return [
+        *(_best(*prediction) for prediction in PREDICTED),
+        *map(_over_a_slow_link, REPORT_MODELS),
+    ]
 
 
 def request_of(model: str, gpus: int, gpu: str, samples: int | None = None) -> Request:
-    """A model on usual nodes of one device, with its own batch for each unless another is given."""
+    """Return a request for a model on nodes of a device. `samples` replaces the model's batch per device."""
     known, device = load_model(model), device_by_key(gpu)
     batch = samples or scale_batch(known.batch, Parallelism(data=gpus)).global_batch_size
     template = spec_from_model(known, Parallelism(), Batch(1, batch))
@@ -102,8 +105,8 @@ def _best(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> s
 
 
 def _over_a_slow_link(model: str) -> str:
-    found = {each.method: each for each in _report(model, 2, (SLOW_LINK,))}
-    pipeline, plain = (found[method] for method in ("Pipeline", "Baseline"))
+    entries = {entry.method: entry for entry in _report(model, 2, (SLOW_LINK,))}
+    pipeline, plain = (entries[method] for method in ("Pipeline", "Baseline"))
     assert pipeline.timed is not None
     assert plain.timed is not None
     ratio = plain.timed.candidate.seconds.total / pipeline.timed.candidate.seconds.total
@@ -115,12 +118,12 @@ def _over_a_slow_link(model: str) -> str:
 
 
 def report_tables() -> list[str]:
-    """Markdown: the DeepSpeed report's large model over links, and on many nodes."""
+    """Return Markdown tables of the DeepSpeed report's large model: over links, and on many nodes."""
     model = REPORT_MODELS[-1]
     return [
         format_links_table(_report(model, 2, tuple(SETTINGS.links))),
         format_scaling_table(
-            [one for n in SETTINGS.nodes for one in _report(model, n, tuple(SETTINGS.links))]
+            [entry for n in SETTINGS.nodes for entry in _report(model, n, tuple(SETTINGS.links))]
         ),
     ]
 
@@ -133,23 +136,23 @@ def _report(model: str, nodes: int, links: tuple[str, ...]) -> tuple[PredictedMe
 
 @dataclass(frozen=True)
 class SizeRow:
-    """The best strategy that needs nothing of Megatron, and the best that splits layers or sequences."""
+    """Predicted times of the best data-parallel strategy and of the best that splits layers or sequences."""
 
     request: Request
     plain: Candidate | None
-    """None where none fits."""
+    """Best candidate that needs nothing of Megatron, None if no such candidate fits."""
     split: Candidate | None
 
     @property
     def ratio(self) -> float | None:
-        """The second's time over the first's."""
+        """Ratio of the split strategy's time over the data-parallel one's."""
         if self.plain is None or self.split is None:
             return None
         return self.split.seconds.total / self.plain.seconds.total
 
     @property
     def ahead(self) -> str:
-        """Which is faster by more than the planner's error."""
+        """Name of the strategy that is faster by more than the planner's error."""
         if self.ratio is None:
             return "the only one" if self.plain or self.split else "neither fits"
         if self.ratio > TIE_RATIO:
@@ -162,7 +165,7 @@ class SizeRow:
 
 
 def size_table(rows: tuple[SizeRow, ...]) -> str:
-    """Markdown: a row a size and number of GPUs."""
+    """Return Markdown with a row per size and number of GPUs."""
     columns = (
         Column[SizeRow]("model", lambda row: row.request.model.name, right=False),
         Column[SizeRow]("GPUs", lambda row: row.request.cluster.devices),
@@ -175,23 +178,23 @@ def size_table(rows: tuple[SizeRow, ...]) -> str:
 
 
 def size_sentence(rows: tuple[SizeRow, ...]) -> str:
-    """Whether splitting overtakes data parallelism anywhere."""
+    """Return a sentence on whether splitting overtakes data parallelism anywhere."""
     ahead = [row.ahead for row in rows]
     split = [
         f"{row.request.model.name} on {row.request.cluster.devices}"
         for row in rows
         if row.ahead == "split"
     ]
-    found = f"splitting is ahead for {joined(split)}" if split else "none"
+    crossover = f"splitting is ahead for {joined(split)}" if split else "none"
     return (
-        f"Crossover from {SIZES[0]} to {SIZES[-1]}: {found}; of {len(rows)} cases data parallelism is "
+        f"Crossover from {SIZES[0]} to {SIZES[-1]}: {crossover}; of {len(rows)} cases data parallelism is "
         f"ahead in {ahead.count('data parallel')}, and {ahead.count('within noise')} are within noise."
     )
 
 
 @cache
 def size_rows() -> tuple[SizeRow, ...]:
-    """Every size on every number of devices."""
+    """Return a row for every size on every number of devices."""
     return tuple(_size_row(model, gpus) for model in SIZES for gpus in SIZE_GPUS)
 
 
@@ -200,13 +203,13 @@ def _size_row(model: str, gpus: int) -> SizeRow:
     pure = find_best_of_each_family(request)
     unsplit = [pure[kind] for kind in pure if kind in FAMILIES_OF_OTHER_TRAINERS]
     plain = [candidate for candidate in unsplit if candidate.is_recommended]
-    # Strategies that split nothing are fewer than the search keeps.
+    # The search keeps more candidates than there are strategies without a split.
     ranked = search_configurations(request).ranked
     split = next(
         (
-            one
-            for one in ranked
-            if strategy_family(one.spec.parallelism) not in FAMILIES_OF_OTHER_TRAINERS
+            candidate
+            for candidate in ranked
+            if strategy_family(candidate.spec.parallelism) not in FAMILIES_OF_OTHER_TRAINERS
         ),
         None,
     )
@@ -214,7 +217,7 @@ def _size_row(model: str, gpus: int) -> SizeRow:
 
 
 def _time(request: Request, candidate: Candidate) -> str:
-    """With the interval that the errors of measurements like it leave, if there are enough."""
+    """Return the time with its interval, if enough similar measurements have errors."""
     seconds = candidate.seconds.total
     factor, unit, shape = (1.0, "s", ",.1f") if seconds >= 10 else (1e3, "ms", ",.0f")
     ends = estimate_uncertainty(candidate.spec, request.cluster, request.own_runs).interval() or (

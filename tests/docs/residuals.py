@@ -1,4 +1,4 @@
-"""Published figures beside their predictions: the tables that two pages hold."""
+"""Tables of published figures and their predictions for two pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.planner.papers import Paper, load_paper, paper_specs
 
 @dataclass(frozen=True)
 class PublishedResidual:
-    """One published figure beside its prediction."""
+    """A published figure and its prediction."""
 
     case: str
     measured: float
@@ -24,34 +24,34 @@ class PublishedResidual:
 
     @property
     def error(self) -> float:
-        """Relative, positive if predicted too high."""
+        """Relative error, positive if predicted too high."""
         return self.predicted / self.measured - 1
 
 
 def paper_table() -> str:
-    """Markdown of a paper's times."""
+    """Return Markdown tables of the papers' times."""
     paper = load_paper()
     return _table(f"{paper.source}, A100, s per iteration", paper_residuals(paper), 2)
 
 
 def h200_tables() -> Iterator[str]:
-    """Markdown of the gpt2-large runs: memory, times, and what of them is predicted to take how long."""
+    """Return Markdown tables of the gpt2-large runs: memory, times, and the predicted parts of the times."""
     yield _table("gpt2-large, H200, MiB per device", memory_residuals(), 0)
     yield _table("gpt2-large, H200, ms per iteration", h200_residuals(), 1)
     yield _parts_table()
 
 
 def _parts_table() -> str:
-    """Of runs with more than data parallelism, and of the pipeline with 16 micro batches."""
-    found = {f.strategy: h200_spec(f.strategy) for f in h200_figures()}
-    found = {
+    """Return the parts of runs without data parallelism, and of the pipeline with 16 micro batches."""
+    specs = {f.strategy: h200_spec(f.strategy) for f in h200_figures()}
+    specs = {
         name: spec
-        for name, spec in found.items()
+        for name, spec in specs.items()
         if spec.parallelism.data == 1 < count_devices(name)
     }
-    found["pp2, micro batches of 4"] = replace(h200_spec("pp2"), batch=Batch(4, 64))
+    specs["pp2, micro batches of 4"] = replace(h200_spec("pp2"), batch=Batch(4, 64))
     rows = []
-    for name, spec in found.items():
+    for name, spec in specs.items():
         seconds = iteration_seconds(spec, usual_cluster("h200", 2))
         exposed = seconds.tensor_parallel + seconds.context_parallel
         parts = (seconds.total, seconds.matmul, exposed, seconds.pipeline_messages, seconds.bubble)
@@ -71,7 +71,7 @@ def _parts_table() -> str:
 
 def memory_residuals() -> list[PublishedResidual]:
     """Return memory in MiB per device, one row per pipeline stage; ranks that agree to 10 MiB are one row."""
-    found = []
+    residuals = []
     for figure in h200_figures():
         spec = h200_spec(figure.strategy)
         readings = {round(reading, -1): reading for reading in reversed(figure.device_memory_mib)}
@@ -79,39 +79,41 @@ def memory_residuals() -> list[PublishedResidual]:
         for index, measured in enumerate(reversed(readings.values())):
             stage = index if stages > 1 else 0
             case = f"{figure.strategy}, stage {stage}" if stages > 1 else figure.strategy
-            found.append(
+            residuals.append(
                 PublishedResidual(case, measured, estimate_rank_memory(spec, stage).total / MIB)
             )
-    return found
+    return residuals
 
 
 def h200_residuals() -> list[PublishedResidual]:
     """Return milliseconds per iteration, one row per published run."""
-    found = []
+    residuals = []
     for figure in h200_figures():
         assert figure.mean_iteration_ms is not None
         cluster = usual_cluster("h200", figure.devices)
         seconds = iteration_seconds(h200_spec(figure.strategy), cluster).total
-        found.append(PublishedResidual(figure.strategy, figure.mean_iteration_ms, 1e3 * seconds))
-    return found
+        residuals.append(
+            PublishedResidual(figure.strategy, figure.mean_iteration_ms, 1e3 * seconds)
+        )
+    return residuals
 
 
 def paper_residuals(paper: Paper) -> list[PublishedResidual]:
     """Return seconds per iteration, two rows per case of the paper."""
-    found = []
+    residuals = []
     for case in paper.cases:
         devices = case.tensor * case.pipeline
         cluster = usual_cluster(paper.device, devices)
         full, selective = paper_specs(paper, case)
-        for spec, measured, words in (
+        for spec, measured, recomputation in (
             (full, case.full_seconds, "full recomputation"),
             (selective, case.selective_seconds, "SP, selective"),
         ):
             predicted = iteration_seconds(spec, cluster).total
-            found.append(
-                PublishedResidual(f"{case.name} on {devices}, {words}", measured, predicted)
+            residuals.append(
+                PublishedResidual(f"{case.name} on {devices}, {recomputation}", measured, predicted)
             )
-    return found
+    return residuals
 
 
 def _table(title: str, residuals: list[PublishedResidual], digits: int) -> str:

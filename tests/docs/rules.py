@@ -1,4 +1,4 @@
-"""The guide's table of rules of thumb, planned anew."""
+"""The guide's table of rules of thumb, computed by the current planner."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ CASES = (
 
 
 def print_rules() -> None:
-    """On the terminal."""
+    """Print the table."""
     print(rules_table(), end="")
 
 
 def rules_table(cases: Sequence[tuple[str, int, int]] = CASES) -> str:
-    """A row a case: the fastest strategy, the fastest of ZeRO-2 and ZeRO-3 alone, and what that
-    loses."""
+    """Return a row per case: the fastest strategy, the faster of ZeRO-2 and ZeRO-3, and how much slower that is."""
     rows = tuple(_row(*case) for case in cases)
     names = ("model", "devices, global batch", "fastest", "ZeRO-2/3 alone", "slower by")
     columns = tuple(
-        Column[tuple[str, ...]](name, lambda row, place=place: row[place], right=False)  # type: ignore[misc]
-        for place, name in enumerate(names)
+        Column[tuple[str, ...]](name, lambda row, index=index: row[index], right=False)  # type: ignore[misc]
+        for index, name in enumerate(names)
     )
     return markdown_table(Table(columns, rows))
 
@@ -47,7 +46,9 @@ def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
     asked = PlanOptions(model, GPU, gpus=devices, global_batch=batch)
     request = build_request(asked)
     fastest = min(
-        search_configurations(request).ranked, key=lambda found: found.seconds.total, default=None
+        search_configurations(request).ranked,
+        key=lambda candidate: candidate.seconds.total,
+        default=None,
     )
     sharded = find_best_of_each_family(request)[StrategyFamily.SHARDED_DATA]
     assert fastest is not None

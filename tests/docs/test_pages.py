@@ -1,4 +1,4 @@
-"""Pages state what is recomputed here; each kind of claim is judged by its own arithmetic."""
+"""Figures on pages equal what is computed here; each kind of claim is judged by its arithmetic."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,31 +18,34 @@ from tests.docs.predictions import SizeRow, request_of, size_sentence
 from tests.docs.rules import CASES, rules_table
 from tests.golden.commands_of_the_kit import check_golden
 
-_SAYS_WHAT_IT_IS_ABOUT = {"about", "layout", "model", "gpus", "part", "caution"} | {
-    "data_parallel"  # Has a test of its own below; without it the strategy has no number of GPUs.
-}
+_SAYS_WHAT_IT_IS_ABOUT = (
+    {"about", "layout", "model", "gpus", "part", "caution"}
+    | {
+        "data_parallel"  # This field has a separate test below; without it the strategy has no number of GPUs.
+    }
+)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_a_page_holds_the_figures_of_today(page: Path) -> None:
+def test_page_contains_current_figures(page: Path) -> None:
     check_golden(page, renewed(page, PAGES[page]()))
 
 
 @pytest.mark.slow
-def test_the_rules_of_thumb_are_those_of_today() -> None:
+def test_rules_of_thumb_are_current() -> None:
     check_golden(CLAIMS, renewed(CLAIMS, [rules_table(CASES)]))
 
 
 @pytest.mark.slow
-def test_what_practitioners_chose_stands_beside_what_the_search_finds_today() -> None:
+def test_comparison_with_choices_of_practitioners_is_current() -> None:
     check_golden(PLANNER, renewed(PLANNER, [practitioners_table()]))
 
 
-def test_the_rules_of_thumb_of_few_devices_are_those_of_today() -> None:
+def test_rules_of_thumb_for_few_devices_are_current() -> None:
     assert rules_table(CASES[:5]) in CLAIMS.read_text(encoding="utf-8")
 
 
-def test_a_text_takes_the_place_of_the_one_that_begins_alike() -> None:
+def test_text_replaces_the_text_of_a_page_with_the_same_beginning() -> None:
     page = "- Case one: 1.5 s, then\n  more. Kept.\n\n| a | b |\n|--|--|\n| 1 | 2 |\n\nkept"
     page = placed(page, "Case one: 2.5 s.")
     assert placed(page, "| a | b |\n| 3 | 4 |") == (
@@ -94,7 +97,7 @@ def test_the_planners_readme_states_the_errors_of_blind_rows() -> None:
     )
 
 
-def test_no_blind_row_is_among_those_that_are_fitted() -> None:
+def test_blind_measurements_are_not_fitted() -> None:
     columns = ("url_or_path", "model", "gpu", "gpus", "metric", "value")
     fitted, blind = (
         {tuple(row[column] for column in columns) for _, row in read_rows(path)[1]}
@@ -112,7 +115,7 @@ def row(plain_seconds: float, split_seconds: float) -> SizeRow:
     return SizeRow(request_of("dense-5b", 2, "h100"), plain, split)
 
 
-def test_a_crossover_is_where_splitting_is_ahead_by_more_than_the_planners_error() -> None:
+def test_crossover_needs_a_lead_beyond_the_error_of_the_planner() -> None:
     assert [row(1.0, ratio).ahead for ratio in (1.06, 0.98, 0.94)] == [
         *("data parallel", "within noise", "split")
     ]
@@ -122,7 +125,7 @@ def test_a_crossover_is_where_splitting_is_ahead_by_more_than_the_planners_error
     assert ": splitting is ahead for dense-5b on 2; of 1 cases" in size_sentence((row(2, 1),))
 
 
-def test_every_figure_of_the_file_s_claims_is_judged() -> None:
+def test_every_figure_of_every_claim_is_judged() -> None:
     claims = load_claims()
     assert len(claims) >= 17
     for claim in claims:
@@ -132,17 +135,17 @@ def test_every_figure_of_the_file_s_claims_is_judged() -> None:
 
 
 @pytest.mark.parametrize(("mfu", "is_so"), [(0.449, True), (0.52, False)])
-def test_a_share_of_the_peak_is_judged_by_the_rate_beside_it(mfu: float, is_so: bool) -> None:
-    (found,) = judge(Claim(tflops_per_device=140, mfu=mfu))
-    assert found[1:] == (is_so, "140 of 312 are 44.9%")
+def test_mfu_claim_is_judged_by_the_rate_of_the_same_claim(mfu: float, is_so: bool) -> None:
+    (statement,) = judge(Claim(tflops_per_device=140, mfu=mfu))
+    assert statement[1:] == (is_so, "140 of 312 are 44.9%")
 
 
-def test_degrees_that_do_not_multiply_to_the_gpus_contradict_themselves() -> None:
+def test_degrees_that_do_not_multiply_to_the_gpus_are_a_contradiction() -> None:
     for gpus, is_so in ((1960, True), (2048, False)):
         claim = Claim(layout="tp8pp35", gpus=gpus, data_parallel=7)
-        assert [found[1] for found in judge(claim)] == [is_so]
+        assert [statement[1] for statement in judge(claim)] == [is_so]
 
 
-def test_what_names_no_layout_cannot_be_judged() -> None:
-    (found,) = judge(Claim(training_days=38))
-    assert found[1] is None
+def test_claim_without_a_strategy_cannot_be_judged() -> None:
+    (statement,) = judge(Claim(training_days=38))
+    assert statement[1] is None

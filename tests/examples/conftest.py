@@ -12,13 +12,13 @@ def train(shared_runs: SharedRuns) -> Trainer:
 
 @pytest.fixture(scope="session")
 def all_runs(shared_runs: SharedRuns) -> dict[str, Run]:
-    """All runs that the collected tests look at, each trained once."""
+    """Return all runs that the collected tests need, each trained once."""
     return shared_runs.runs
 
 
 @pytest.fixture(scope="session")
 def baseline(all_runs: dict[str, Run]) -> Run:
-    """One rank; a test that looks at it alone does not wait for the other five of `six`."""
+    """Return the run on a single rank. A test that needs only this run does not wait for the other five of `six`."""
     return all_runs["baseline"]
 
 
@@ -44,7 +44,7 @@ def six(all_runs: dict[str, Run]) -> dict[str, Run]:
 
 @pytest.fixture(scope="session")
 def eight(all_runs: dict[str, Run]) -> dict[str, Run]:
-    """The six, interleaved PP2 and the distributed optimizer."""
+    """Return the runs of `six`, of interleaved PP2 and of the distributed optimizer."""
     return {name: all_runs[name] for name in FIXTURES["eight"]}
 
 
@@ -55,19 +55,19 @@ def zero3(all_runs: dict[str, Run]) -> Run:
 
 @pytest.fixture(scope="session")
 def refused(all_runs: dict[str, Run]) -> Run:
-    """Megatron under an option that the kit's entry does not cover."""
+    """Return a run of Megatron with an option that the kit's entry does not support."""
     return all_runs["refused"]
 
 
 @pytest.fixture(scope="session")
 def native(all_runs: dict[str, Run]) -> Run:
-    """Plain PyTorch under TP 2."""
+    """Return the run of the native backend with TP 2."""
     return all_runs["native tp2"]
 
 
 @pytest.fixture(scope="session")
 def experts(all_runs: dict[str, Run]) -> Run:
-    """A mixture of experts on one rank, validated after the last iteration."""
+    """Return the run of a mixture of experts on a single rank, validated after the last iteration."""
     return all_runs["experts"]
 
 
@@ -83,11 +83,11 @@ def native_experts(all_runs: dict[str, Run]) -> Run:
 
 @pytest.fixture(scope="session")
 def spread_experts(all_runs: dict[str, Run]) -> Run:
-    """Plain PyTorch with the experts over two ranks."""
+    """Return the run of the native backend with experts on two ranks."""
     return all_runs["spread experts"]
 
 
 @pytest.fixture(scope="session")
 def by_torchrun(all_runs: dict[str, Run]) -> Run:
-    """TP 2 as a user trains it; the other dense runs fork ranks from a process with Megatron."""
+    """Return a TP 2 run started by torchrun. The other dense runs fork ranks from a process with Megatron."""
     return all_runs["tp2 by torchrun"]

@@ -1,6 +1,6 @@
-"""`python -m parakit WORDS…`, whose ranks come from a process that has imported Megatron.
+"""Launcher that runs `python -m parakit ARGUMENTS…` with ranks from a process that has imported Megatron.
 
-`python -m tests.examples.forked_launcher SOCKET PID WORDS…`
+`python -m tests.examples.forked_launcher SOCKET PID ARGUMENTS…`
 """
 
 import sys
@@ -28,17 +28,17 @@ class Elsewhere(WarmMegatron):
 
 
 def forked(ranks: ForkedRanks) -> tuple[str, ...]:
-    """What starts it, up to its words."""
+    """Return the command that starts the launcher, without the kit's arguments."""
     served = (str(ranks.warm._socket), str(ranks.warm.pid))
     return (sys.executable, "-m", "tests.examples.forked_launcher", *served)
 
 
 if __name__ == "__main__":
-    _, address, pid, *words = sys.argv
+    _, address, pid, *kit_arguments = sys.argv
     warm, execute = Elsewhere(address, int(pid)), train.execute_launch
 
     def execute_forked(launch: Launch, *arguments: Any, **named: Any) -> Any:
         return execute(replace(launch, warm=warm), *arguments, **named)
 
     train.execute_launch = execute_forked
-    sys.exit(run_target(words[0], words[1:]))
+    sys.exit(run_target(kit_arguments[0], kit_arguments[1:]))

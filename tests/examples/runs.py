@@ -47,7 +47,7 @@ ITERATIONS = 6
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run and what its log says."""
+    """A finished run and its parsed log."""
 
     folder: Path
     status: records.StatusRecord
@@ -67,17 +67,17 @@ class Run:
 
 
 def run_of(folder: Path) -> Run:
-    """A run that was made."""
+    """Return the run of a folder."""
     log = scrape_log(folder / records.LOG_FILE)
     return Run(folder, records.read_status(folder), records.read_run(folder), log)
 
 
 Wanted = tuple[str, dict[str, object]]
-"""A target, and what differs from the options of all."""
+"""Target, and its differences from the common options."""
 
 
 class Trainer:
-    """Trains targets into one runs folder, from one shared start."""
+    """Trainer of targets in a single runs folder, from shared initial weights."""
 
     def __init__(self, runs: Path, data: Path) -> None:
         self.options = Options(
@@ -96,10 +96,10 @@ class Trainer:
         warm: WarmMegatron | None = None,
         **changes: object,
     ) -> Run:
-        """Train to the end; `ranks`, or `warm` of another backend, are those that fork its ranks."""
+        """Train to the end. Ranks are forked by `ranks`, or for another backend by `warm`."""
         launch = replace(self.compose(name, **changes), warm=ranks.warm if ranks else warm)
         console = Console(quiet=True)
-        # The start of the dense model is written as a user's is.
+        # The initial checkpoint of the dense model is written in the same way as for a user.
         forked = ranks if launch.model.shape.experts else None
         with self._starts[launch.initial_checkpoint]:
             ensure_initial_checkpoint(launch, console, forked and forked.exit_code)
@@ -129,7 +129,7 @@ def of_experts(strategy: str, **changes: object) -> Wanted:
 
 
 SINGLE = ("baseline", "dp2", "tp2", "zero1")
-"""Runs that a test asks for by name, without the others of `six` or `eight`."""
+"""Runs that tests request by name, without the other runs of `six` or `eight`."""
 
 FIXTURES: dict[str, dict[str, Wanted]] = {
     **{name: {name: dense(name)} for name in SINGLE},
@@ -147,17 +147,17 @@ FIXTURES: dict[str, dict[str, Wanted]] = {
         "undisturbed": dense("dp2", iterations=12, global_batch_size=4, dropout=0.1, ledger=False)
     },
 }
-"""The runs that several tests look at, by the fixture that gives them."""
+"""Runs that several tests need, by their fixture."""
 
 FORKED = (
     *("baseline", "experts", "dp2", "sp2", "cp2", "vpp2", "zero1", "ep2"),
     *("tp2", "zero3", "refused", "undisturbed", "quick_injected", "pp2"),
     *("stopped", "killed"),
 )
-"""Those whose start is not looked at: their ranks are forked from one process that imported Megatron."""
+"""Runs whose start-up is not tested. Their ranks are forked from a single process that imported Megatron."""
 
 FORKED_NATIVE = ("native experts", "native tp2", "spread experts")
-"""Those forked from one that imported torch."""
+"""Runs whose ranks are forked from a single process that imported torch."""
 
 SCENARIOS: dict[str, Callable[[Path, Path, ForkedRanks | None], Any]] = {
     "killed": killed,
@@ -173,11 +173,11 @@ LANES = 2
 """Forked runs in turn, and beside them the others: a run leaves cores idle while it starts and ends."""
 
 ALL_CORES = b"+"
-"""Written to the process that makes the runs, once the other tests have ended."""
+"""Byte that is written to the process that trains runs once the other tests have ended."""
 
 
 def runs_for(fixtures: Collection[str]) -> list[str]:
-    """Return the names of the runs that tests with these fixtures look at, each once."""
+    """Return the unique names of the runs that tests with these fixtures need."""
     asked = [FIXTURES[fixture] for fixture in FIXTURES if fixture in fixtures]
     return list(dict.fromkeys(name for runs in asked for name in runs))
 
@@ -210,15 +210,15 @@ class SharedRuns:
 
     @functools.cached_property
     def runs(self) -> dict[str, Run]:
-        """All runs."""
+        """Return all runs by name."""
         return {name: run_of(Path(self._made(name))) for name in self._names}
 
     def scenario(self, name: str) -> Any:
-        """What a scenario found."""
+        """Return the result of a scenario."""
         return self._made(name)
 
     def stop(self) -> None:
-        """End what still trains."""
+        """Stop runs that still train."""
         if self._process is None:
             return
         if self._process.poll() is None:
@@ -246,15 +246,19 @@ class SharedRuns:
 
 
 def main(runs: str, data: str, answer: str, *names: str) -> None:
-    """Make runs and scenarios by name, one at a time until all cores are free; write what was made."""
+    """Train runs and scenarios by name, one at a time until all cores are free, and write their results."""
     trainer = Trainer(Path(runs), Path(data))
-    wanted = {name: run for each in FIXTURES.values() for name, run in each.items()}
+    wanted = {
+        name: run for runs_of_fixture in FIXTURES.values() for name, run in runs_of_fixture.items()
+    }
     permits = Semaphore(1)
 
     def permit_all() -> None:
         while os.read(0, 1):
             permits.release(LANES - 1)
-        os.killpg(0, signal.SIGTERM)  # The tests were killed: what they wait for would train on.
+        os.killpg(
+            0, signal.SIGTERM
+        )  # If the tests were killed, the runs that they wait for would otherwise continue training.
 
     def make(
         name: str, ranks: ForkedRanks | None, warm: WarmMegatron | None = None
@@ -265,7 +269,7 @@ def main(runs: str, data: str, answer: str, *names: str) -> None:
                     return {"made": SCENARIOS[name](Path(runs), Path(data), ranks)}
                 target, changes = wanted[name]
                 return {"made": str(trainer(target, ranks, warm, **changes).folder)}
-            except Exception:  # Only the tests that look at it are to fail.
+            except Exception:  # Only tests that need this run should fail.
                 return {"failed": traceback.format_exc()}
 
     def make_all(names: Sequence[str], ranks: ForkedRanks | None) -> dict[str, dict[str, Any]]:
@@ -283,7 +287,9 @@ def main(runs: str, data: str, answer: str, *names: str) -> None:
     started = [name for name in names if name not in (*forked, *native)]
     with ExitStack() as around, ThreadPoolExecutor(LANES) as pool:
         ranks = around.enter_context(closing(ForkedRanks())) if forked else None
-        results = make_all(forked[:2], ranks)  # They write the starts of both models.
+        results = make_all(
+            forked[:2], ranks
+        )  # These runs write the initial checkpoints of both models.
         further = pool.submit(make_all, forked[2:], ranks)
         results |= make_all(started, None) | make_native(native) | further.result()
     Path(answer).write_text(json.dumps(results))

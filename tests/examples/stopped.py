@@ -1,4 +1,4 @@
-"""Runs that are told to stop: by `make stop` while they start, and by Ctrl-C while they train."""
+"""Runs that are stopped: by `make stop` during start-up, and by Ctrl-C during training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.patience import OF_A_RUN, until
 from tests.small import SMALL
 
 MOMENTS = {signal.SIGTERM: "initializing torch distributed", signal.SIGINT: "iteration        3/"}
-"""What is asked, and the line after which."""
+"""Signals, and the log line after which each is sent."""
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,26 @@ class Stopped:
     folder: str
     exit_code: int
     ranks: int
-    """Processes that it had, and the one that forked them."""
-    left: int
-    """Those that live."""
+    """Number of processes of the run, including the one that forked the ranks."""
+    survivors: int
+    """Processes that still live."""
 
 
 def stopped(runs: Path, data: Path, ranks: ForkedRanks) -> dict[str, Any]:
-    """`Stopped` by the number of what was asked."""
+    """Return `Stopped` as dictionaries, by the number of the signal."""
     return {str(int(number)): asdict(_stop(number, runs, data, ranks)) for number in MOMENTS}
 
 
 def _stop(number: signal.Signals, runs: Path, data: Path, ranks: ForkedRanks) -> Stopped:
-    own = runs / f"stopped-{number.name}"
-    own.mkdir()
-    (own / ".start").symlink_to(runs / ".start")
-    settings = {"ITERS": "400", "DATA": str(data), "RUNS": str(own), "EXTRA": " ".join(SMALL)}
+    run_folder = runs / f"stopped-{number.name}"
+    run_folder.mkdir()
+    (run_folder / ".start").symlink_to(runs / ".start")
+    settings = {
+        "ITERS": "400",
+        "DATA": str(data),
+        "RUNS": str(run_folder),
+        "EXTRA": " ".join(SMALL),
+    }
     launcher = subprocess.Popen(
         (*forked(ranks), "run", "dp2", "gpt2-tiny", "2cpu"),
         cwd=ROOT,
@@ -54,9 +59,9 @@ def _stop(number: signal.Signals, runs: Path, data: Path, ranks: ForkedRanks) ->
         stdout=subprocess.DEVNULL,
     )
     try:
-        folder = _wait_for_log(launcher, own, MOMENTS[number])
+        folder = _wait_for_log(launcher, run_folder, MOMENTS[number])
         started = psutil.Process(ranks.warm.pid).children(recursive=True)
-        if number is signal.SIGTERM:  # As `make stop` sends it.
+        if number is signal.SIGTERM:  # The signal is sent by the code of `make stop`.
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("parakit.launch.stop.STOP_SECONDS", OF_A_RUN)
                 assert stop_run(folder, Console(quiet=True)) == 0

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages on CPU ranks, where the optional package is installed."""
+"""DeepSpeed's ZeRO stages on CPU ranks, if the optional package is installed."""
 
 import importlib.util
 

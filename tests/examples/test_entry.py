@@ -1,4 +1,4 @@
-"""The kit's entry and the checkouts' own; the latter where MEGATRON_LM names one."""
+"""The entry of the kit, and the entry of a checkout if MEGATRON_LM names one."""
 
 import importlib.util
 import os
@@ -19,7 +19,7 @@ NO_CHECKOUT = pytest.mark.skipif(
 )
 
 
-def test_what_the_entry_does_not_cover_it_refuses_by_name(refused: Run) -> None:
+def test_entry_refuses_options_that_it_does_not_support(refused: Run) -> None:
     assert refused.status.status is Status.CRASHED
     text = (refused.folder / "log.txt").read_text()
     sentence = "--check-for-spiky-loss is not covered by this entry; set MEGATRON_LM"
@@ -31,9 +31,13 @@ def test_what_the_entry_does_not_cover_it_refuses_by_name(refused: Run) -> None:
 def test_every_refusal_names_an_option_that_megatron_knows() -> None:
     source = (ROOT / "examples/gpt3/pretrain_gpt.py").read_text()
     names = re.findall(r'^    "(\w+)",$', source, re.MULTILINE)
-    spec = importlib.util.find_spec("megatron")  # found, not imported: its warnings are not ours
+    spec = importlib.util.find_spec(
+        "megatron"
+    )  # The package is located without an import, because its warnings would fail the test.
     assert spec is not None
-    folder = next(Path(place) for place in spec.submodule_search_locations or () if "site" in place)
+    folder = next(
+        Path(location) for location in spec.submodule_search_locations or () if "site" in location
+    )
     files = [
         folder / "training" / "arguments.py",
         *(folder / "training" / "config").rglob("*.py"),
@@ -47,7 +51,7 @@ def test_every_refusal_names_an_option_that_megatron_knows() -> None:
 @NO_CHECKOUT
 @pytest.mark.slow
 @pytest.mark.parametrize("checkout", CHECKOUTS, ids=lambda path: path.name)
-def test_a_checkouts_own_entry_trains_six_ways_alike(
+def test_entry_of_a_checkout_trains_six_strategies_with_equal_losses(
     train: Trainer, baseline: Run, checkout: Path
 ) -> None:
     runs = {

@@ -1,4 +1,4 @@
-"""What the report makes of real runs: every prediction beside its measurement."""
+"""Explanations of real runs in the report: every prediction with its measurement."""
 
 import pytest
 
@@ -30,23 +30,23 @@ def explanation(eight: dict[str, Run]) -> Explanation:
 def test_parameters_and_every_byte_on_the_wire_are_predicted(
     evidence: dict[str, PredictionEvidence], name: str
 ) -> None:
-    found = evidence[name]
-    assert found.notes == ()
-    assert found.parameters
-    assert all(compared.is_exact for compared in found.parameters)
-    for comparison in found.calls:
+    run_evidence = evidence[name]
+    assert run_evidence.notes == ()
+    assert run_evidence.parameters
+    assert all(compared.is_exact for compared in run_evidence.parameters)
+    for comparison in run_evidence.calls:
         assert comparison.unattributed == ()
         assert all(row.residual_wire_bytes == 0 for row in comparison.rows)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_peak_of_every_rank_is_predicted_but_for_what_the_closed_form_leaves_out(
+def test_peak_of_every_rank_is_predicted_except_for_small_omitted_tensors(
     evidence: dict[str, PredictionEvidence], name: str
 ) -> None:
     peaks = [row for row in evidence[name].memory if row.component == "peak of live tensors"]
     assert len(peaks) == (1 if name == "baseline" else 2)
     for peak in peaks:
-        # Ids, masks and norms' statistics; the peak is of 4 to 8 MiB.
+        # The closed form omits ids, masks and norm statistics. The peak is 4 to 8 MiB.
         assert 0 <= peak.residual < 320 << 10
 
 
@@ -69,7 +69,7 @@ def test_trace_numbers_every_pass_of_the_schedule(
     assert all(piece.step for piece in worked)
 
 
-def test_both_stages_of_a_pipeline_are_idle_and_the_ideal_share_stands_beside(
+def test_idle_fraction_of_both_pipeline_stages_is_shown_with_the_ideal_fraction(
     eight: dict[str, Run], evidence: dict[str, PredictionEvidence]
 ) -> None:
     idle = traced_idle_over_work(build_scene(load_folder(eight["pp2"].folder)).pieces)

@@ -11,13 +11,13 @@ from tests.examples.stopped import MOMENTS, Stopped
 @pytest.fixture
 def stopped(shared_runs: SharedRuns) -> dict[str, Stopped]:
     made = shared_runs.scenario("stopped")
-    return {number: Stopped(**found) for number, found in made.items()}
+    return {number: Stopped(**fields) for number, fields in made.items()}
 
 
 @pytest.mark.parametrize("number", MOMENTS)
-def test_a_run_told_to_stop_ends_all_ranks(number: int, stopped: dict[str, Stopped]) -> None:
-    """Forked ranks; `tests/faults/test_kills.py` stops those of torchrun, and resumes them."""
+def test_stopping_a_run_ends_all_ranks(number: int, stopped: dict[str, Stopped]) -> None:
+    """These ranks are forked. `tests/faults/test_kills.py` stops ranks of torchrun and resumes them."""
     run = stopped[str(int(number))]
     assert run.exit_code == 130
-    assert (run.ranks, run.left) == (3, 0)
+    assert (run.ranks, run.survivors) == (3, 0)
     assert records.read_status(Path(run.folder)).status is Status.INTERRUPTED

@@ -1,4 +1,4 @@
-"""What real runs sent and held, against the planner's closed forms, exactly."""
+"""Exact comparison of bytes that real runs sent and held with the planner's closed forms."""
 
 import json
 from collections import Counter
@@ -37,7 +37,7 @@ def runs(eight: dict[str, Run]) -> dict[str, Run]:
 
 
 def configuration(run: Run) -> RunSpec:
-    """The run's configuration as the planner sees it: fp32, K and V gathered, no dropout."""
+    """Return the run's configuration for the planner: fp32, gathered keys and values, no dropout."""
     model = load_model(run.record.spec.model)
     flags = Flags(run.record.argv)
     multiple = flags.integer("--make-vocab-size-divisible-by", 128)
@@ -57,11 +57,11 @@ def pipeline_rank(run: Run, rank: int) -> int:
 
 
 def measured(rank: RankCommunication) -> Counter[Key]:
-    found: Counter[Key] = Counter()
+    calls: Counter[Key] = Counter()
     for row in rank.calls:
         if row.ranks > 1 and row.operation not in (Operation.RECEIVE, Operation.BARRIER):
-            found[row.group, row.operation, row.payload_bytes] += row.calls
-    return found
+            calls[row.group, row.operation, row.payload_bytes] += row.calls
+    return calls
 
 
 def predicted(run: Run, rank: int) -> Counter[Key]:
@@ -91,13 +91,13 @@ def test_all_iterations_but_the_first_and_the_last_are_steady(
     runs: dict[str, Run], name: str
 ) -> None:
     for rank in read_measurements(runs[name].folder, CommunicationRecord).ranks:
-        # The first starts groups, the last never sees the next begin.
+        # The first iteration creates groups, and the last is not followed by another one.
         assert rank.steady_iterations + rank.other_iterations == ITERATIONS - 1
         assert rank.steady_iterations >= ITERATIONS - 3
 
 
 @pytest.mark.parametrize("name", ["baseline", *PARALLEL])
-def test_weights_gradients_and_adam_are_the_closed_form_to_the_byte(
+def test_weights_gradients_and_adam_state_match_the_closed_form_exactly(
     runs: dict[str, Run], name: str
 ) -> None:
     run = runs[name]
@@ -119,7 +119,7 @@ def test_categories_sum_to_the_peak(runs: dict[str, Run], name: str) -> None:
         assert rank.peak_bytes == max(rank.phase_peak_bytes.values())
 
 
-def test_sequence_parallelism_halves_what_norms_keep(runs: dict[str, Run]) -> None:
+def test_sequence_parallelism_halves_the_activations_of_norms(runs: dict[str, Run]) -> None:
     kept = {
         n: read_measurements(runs[n].folder, MemoryRecord).ranks[0].activations_by_layer
         for n in ("tp2", "sp2")
@@ -144,7 +144,7 @@ def test_phases_sum_to_the_iteration(runs: dict[str, Run], name: str) -> None:
             assert seconds <= rank.phase_seconds[phase]
 
 
-def test_a_pipeline_stage_waits_for_its_neighbour_and_other_ranks_for_none(
+def test_only_pipeline_stages_wait_for_a_neighbour(
     runs: dict[str, Run],
 ) -> None:
     waiting = {
@@ -166,16 +166,20 @@ def test_the_trace_shows_both_ranks_and_every_micro_batch(runs: dict[str, Run]) 
 
 
 @pytest.mark.parametrize("name", ["baseline", *PARALLEL])
-def test_tensorboard_shows_what_an_iteration_costs(runs: dict[str, Run], name: str) -> None:
-    found = read_scalars(runs[name].folder / TENSORBOARD_FOLDER)
-    # Megatron writes on the last rank. The first iteration starts groups, the second measures memory.
+def test_tensorboard_shows_bytes_memory_and_time_per_iteration(
+    runs: dict[str, Run], name: str
+) -> None:
+    scalars = read_scalars(runs[name].folder / TENSORBOARD_FOLDER)
+    # Megatron writes on the last rank. The first iteration creates groups, the second measures memory.
     communication = read_measurements(runs[name].folder, CommunicationRecord).ranks[-1]
     memory = read_measurements(runs[name].folder, MemoryRecord).ranks[-1]
     steps = list(range(3, ITERATIONS))
-    assert found["ledger/sent-bytes"] == dict.fromkeys(steps, communication.wire_bytes)
-    assert found["ledger/peak-memory-bytes"] == dict.fromkeys(steps, memory.peak_bytes)
+    assert scalars["ledger/sent-bytes"] == dict.fromkeys(steps, communication.wire_bytes)
+    assert scalars["ledger/peak-memory-bytes"] == dict.fromkeys(steps, memory.peak_bytes)
     for step in steps:
-        milliseconds = found["ledger/iteration-ms"][step]
-        assert 0 <= found["ledger/exposed-communication-ms"][step] <= milliseconds
+        milliseconds = scalars["ledger/iteration-ms"][step]
+        assert 0 <= scalars["ledger/exposed-communication-ms"][step] <= milliseconds
         tokens = runs[name].record.spec.tokens_per_iteration
-        assert found["ledger/tokens-per-second"][step] == pytest.approx(tokens * 1e3 / milliseconds)
+        assert scalars["ledger/tokens-per-second"][step] == pytest.approx(
+            tokens * 1e3 / milliseconds
+        )

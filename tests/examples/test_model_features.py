@@ -1,4 +1,4 @@
-"""What of a GPT's newer parts trains on CPU ranks, alike in every strategy."""
+"""Newer features of GPT models train on CPU ranks with equal losses in every strategy."""
 
 import pytest
 
@@ -27,13 +27,17 @@ TOKENS_AHEAD = (
         pytest.param(TP2, SINK, id="attention sink"),
         pytest.param(DP2, TOKENS_AHEAD, id="tokens ahead dp2"),
         pytest.param(TP2, TOKENS_AHEAD, id="tokens ahead tp2"),
-        # Tied, Megatron cannot save it (docs/upstream/ahead-with-a-second-output.md).
+        # Megatron cannot save this model with tied embeddings (docs/upstream/ahead-with-a-second-output.md).
         pytest.param(PP2, (*TOKENS_AHEAD, UNTIED), id="tokens ahead pp2"),
     ],
 )
-def test_a_models_feature_trains_alike(train: Trainer, other: str, extra: tuple[str, ...]) -> None:
-    # Without clipping: the norm of a sink's gradient lacks a shard under TP (Megatron-LM #7452).
-    given = {"extra": (*extra, "--clip-grad", "0"), "iterations": 3}
-    one, many = train(ONE, **given), train(other, **given)
-    assert len(one.losses) == 3, one.status.reason
-    assert many.losses == pytest.approx(one.losses, abs=1.1e-5), many.status.reason
+def test_model_feature_trains_with_equal_losses_in_every_strategy(
+    train: Trainer, other: str, extra: tuple[str, ...]
+) -> None:
+    # Clipping is off, because the norm of a sink's gradient lacks a shard under TP (Megatron-LM #7452).
+    settings = {"extra": (*extra, "--clip-grad", "0"), "iterations": 3}
+    single_rank, several_ranks = train(ONE, **settings), train(other, **settings)
+    assert len(single_rank.losses) == 3, single_rank.status.reason
+    assert several_ranks.losses == pytest.approx(single_rank.losses, abs=1.1e-5), (
+        several_ranks.status.reason
+    )

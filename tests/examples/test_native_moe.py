@@ -1,4 +1,4 @@
-"""The mixture of experts without Megatron, against Megatron: the same weights, batches and routing."""
+"""The native mixture of experts compared with Megatron, with the same weights, batches and routing."""
 
 import pytest
 
@@ -15,17 +15,17 @@ def test_native_prints_megatrons_losses_and_gradient_norms(
     assert native_experts.status.status is Status.OK
     assert len(native_experts.losses) == ITERATIONS
     assert native_experts.losses == pytest.approx(experts.losses, rel=1e-6)
-    for ours, theirs in zip(native_experts.log.iterations, experts.log.iterations, strict=True):
-        assert ours.grad_norm == pytest.approx(theirs.grad_norm, abs=1.1e-3)
-        assert ours.extra_metrics == pytest.approx(theirs.extra_metrics, rel=1e-5)
+    for native, megatron in zip(native_experts.log.iterations, experts.log.iterations, strict=True):
+        assert native.grad_norm == pytest.approx(megatron.grad_norm, abs=1.1e-3)
+        assert native.extra_metrics == pytest.approx(megatron.extra_metrics, rel=1e-5)
 
 
 def test_native_validates_as_megatron_does_and_adds_the_accuracy(
     experts: Run, native_experts: Run
 ) -> None:
-    (ours,), (theirs,) = native_experts.log.validation, experts.log.validation
-    assert ours.losses["lm loss"] == pytest.approx(theirs.losses["lm loss"], rel=1e-6)
-    assert 0 < ours.losses["next token accuracy"] < 1
+    (native,), (megatron,) = native_experts.log.validation, experts.log.validation
+    assert native.losses["lm loss"] == pytest.approx(megatron.losses["lm loss"], rel=1e-6)
+    assert 0 < native.losses["next token accuracy"] < 1
 
 
 def test_experts_over_two_ranks_are_the_same_model(
@@ -35,7 +35,7 @@ def test_experts_over_two_ranks_are_the_same_model(
     assert spread_experts.log.validation[0].losses == pytest.approx(
         native_experts.log.validation[0].losses
     )
-    # Half of 4 layers' 8 experts of two matrices of 64 × 128 are elsewhere.
+    # Half of the 8 experts in 4 layers, each with two matrices of 64 × 128, are on the other rank.
     (whole,), (half,) = native_experts.parameters.values(), spread_experts.parameters.values()
     assert whole - half == 4 * 4 * 2 * 64 * 128
 
@@ -65,7 +65,7 @@ def test_routing_is_recorded_and_nothing_is_dropped(
         )
     whole, both = tokens_of_layer
     assert whole == both
-    assert sum(whole) == 2 * 8 * 64  # two experts a token of 8 samples of 64
+    assert sum(whole) == 2 * 8 * 64  # two experts per token for 8 samples of 64 tokens
 
 
 @pytest.mark.slow
@@ -81,4 +81,4 @@ def test_muon_trains_the_same_on_one_rank_and_with_spread_experts(train: Trainer
     spread = train("train-ep2-moe-tiny-2cpu", **options)
     assert alone.status.status is Status.OK
     assert alone.losses[-1] < alone.losses[0]
-    assert spread.losses == pytest.approx(alone.losses, rel=1e-4)  # bf16 inside the update
+    assert spread.losses == pytest.approx(alone.losses, rel=1e-4)  # The update computes in bf16.

@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, in a process of its own and in a kernel."""
+"""The notebook runs from its first cell to its last, in a separate process and in a kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def read_cells() -> list[dict[str, Any]]:
     return cells
 
 
-def test_no_output_holds_a_path_of_a_machine() -> None:
+def test_outputs_contain_no_absolute_paths() -> None:
     text = json.dumps([cell.get("outputs") for cell in read_cells()])
     for folder in (str(ROOT), str(Path.home()), "/tmp/", "site-packages"):
         assert folder not in text
@@ -35,7 +35,7 @@ def test_the_notebook_calls_every_public_function() -> None:
 
 
 def test_the_cells_run_in_order(tmp_path: Path) -> None:
-    """Each cell's last expression is shown as a notebook shows it: as HTML, or by its `repr`."""
+    """The last expression of each cell is rendered like in a notebook: as HTML, or by its `repr`."""
     program = tmp_path / "cells.py"
     program.write_text(RUN_CELLS, encoding="utf-8")
     ended = subprocess.run(

@@ -1,4 +1,4 @@
-"""Products of degrees on four and eight CPU ranks: the same losses as one rank."""
+"""Products of parallel degrees on four and eight CPU ranks print the losses of a single rank."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Only the runs that the collected tests look at are trained."""
+"""Only the runs that the collected tests need are trained."""
 
 import subprocess
 from pathlib import Path
@@ -9,7 +9,7 @@ import pytest
 from tests.examples.runs import SIX, SharedRuns, runs_for
 
 
-def test_a_test_trains_the_runs_that_it_asks_for_and_no_others() -> None:
+def test_only_the_requested_runs_are_trained() -> None:
     assert runs_for({"zero3", "baseline", "train", "tmp_path"}) == ["baseline", "zero3"]
     assert runs_for({"six", "baseline"}) == list(SIX)
     assert runs_for({"eight", "six"}) == [*SIX, "vpp2", "zero1"]

@@ -16,7 +16,7 @@ PARAMETERS = {
     "tp2": {(0, 0): HALF_TENSOR, (1, 0): HALF_TENSOR},
     "sp2": {(0, 0): HALF_TENSOR, (1, 0): HALF_TENSOR},
     "cp2": {(0, 0): WHOLE},
-    # Both stages hold the embedding: the first looks tokens up in it, the last has it as output layer.
+    # Both stages hold the embedding: the first looks up tokens, the last uses it as output layer.
     "pp2": {(0, 0): 177_792, (0, 1): 173_824},
 }
 ARGUMENTS = {
@@ -42,29 +42,29 @@ def test_each_rank_holds_its_part_of_the_parameters(six: dict[str, Run], name: s
 
 
 @pytest.mark.parametrize("name", ARGUMENTS)
-def test_megatron_itself_saw_the_degrees(six: dict[str, Run], name: str) -> None:
+def test_degrees_are_those_in_the_log_of_megatron(six: dict[str, Run], name: str) -> None:
     seen = six[name].log.arguments
     assert {key: seen[key] for key in ARGUMENTS[name]} == ARGUMENTS[name]
     assert seen["transformer_impl"] == "local"
 
 
 @pytest.mark.parametrize("name", PUBLISHED_STRATEGIES)
-def test_all_do_the_same_work(six: dict[str, Run], name: str) -> None:
+def test_all_strategies_do_the_same_work(six: dict[str, Run], name: str) -> None:
     assert [line.consumed_samples for line in six[name].log.iterations] == [
         8 * iteration for iteration in range(1, ITERATIONS + 1)
     ]
 
 
 @pytest.mark.parametrize("name", PUBLISHED_STRATEGIES[1:])
-def test_losses_are_baselines_but_for_the_last_printed_digits(
+def test_losses_equal_those_of_baseline_except_for_the_last_printed_digits(
     six: dict[str, Run], name: str
 ) -> None:
     for mine, baselines in zip(six[name].losses, six["baseline"].losses, strict=True):
-        # Megatron prints seven digits, of what is summed in another order in each strategy.
+        # Megatron prints seven digits, and every strategy sums in another order.
         assert mine == pytest.approx(baselines, abs=1.1e-5)
 
 
-def test_the_model_learns(six: dict[str, Run]) -> None:
+def test_training_decreases_the_loss(six: dict[str, Run]) -> None:
     losses = six["baseline"].losses
     assert losses[0] > 6.9
     assert losses[-1] < losses[0] - 0.2

@@ -1,4 +1,4 @@
-"""What a slow link costs at least, by the bytes that the ledger counts: ZeRO-3 and data parallelism."""
+"""Minimum cost of a slow link from the bytes in the communication log, for ZeRO-3 and data parallelism."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ CAN_SHAPE = os.geteuid() == 0 and shutil.which("ip") and shutil.which("tc")
 LINK = parse_rate("1gbps")
 ITERATIONS = 20
 WARM_UP = 4
-"""Iterations that start groups or are slowed by the memory ledger."""
+"""Iterations that create groups or are slowed by the memory measurement."""
 
 
 def milliseconds(run: Run) -> list[float]:
@@ -31,7 +31,7 @@ def link_milliseconds(run: Run) -> float:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not CAN_SHAPE, reason="needs root, ip and tc")
-def test_at_one_gigabit_iterations_take_what_their_bytes_need_and_zero3_has_more_of_them(
+def test_iterations_at_1_gbit_take_at_least_the_time_of_their_bytes_and_zero3_sends_more(
     train: Trainer,
 ) -> None:
     needed: dict[str, float] = {}
@@ -40,6 +40,6 @@ def test_at_one_gigabit_iterations_take_what_their_bytes_need_and_zero3_has_more
             f"train-{strategy}-gpt2-tiny-2cpu", iterations=ITERATIONS, link_bits_per_second=LINK
         )
         needed[strategy] = link_milliseconds(run)
-        # However fast or slow the machine is: the link passes no more bytes than its rate.
+        # The link limits the bytes per second, whatever the speed of the machine.
         assert mean(milliseconds(run)) > 0.95 * needed[strategy]
     assert needed["zero3"] > 1.2 * needed["dp2"]

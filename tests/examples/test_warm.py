@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process which has imported Megatron: a run like any other."""
+"""Runs whose ranks are forked from a process that has imported Megatron equal other runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.examples.runs import Run, Trainer
 
 
 @pytest.mark.slow
-def test_a_forked_run_is_what_torchrun_makes(by_torchrun: Run, tp2: Run) -> None:
+def test_run_of_forked_ranks_equals_a_run_of_torchrun(by_torchrun: Run, tp2: Run) -> None:
     forked, started = tp2, by_torchrun
     assert forked.status.status is Status.OK
     assert forked.losses == started.losses
@@ -28,7 +28,7 @@ def test_a_forked_run_is_what_torchrun_makes(by_torchrun: Run, tp2: Run) -> None
 
 
 @pytest.mark.slow
-def test_a_forked_rank_that_is_killed_is_named_and_takes_the_others_with_it(
+def test_killed_forked_rank_is_named_and_ends_the_other_ranks(
     train: Trainer,
 ) -> None:
     name = "train-tp2-gpt2-tiny-2cpu"
@@ -47,7 +47,7 @@ def _files(run: Run) -> set[str]:
 
 
 def _sent(run: Run) -> list[set[tuple[object, ...]]]:
-    """By rank, which has its calls in the order of time that they took."""
+    """Return the calls per rank without the order, which depends on timing."""
     return [
         {
             (calls.group, calls.operation, calls.phase, calls.calls, calls.payload_bytes)

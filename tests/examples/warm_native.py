@@ -1,4 +1,4 @@
-"""Ranks of the native backend, forked from one process that has imported torch.
+"""Warm process of the native backend, which has imported torch and forks ranks.
 
 `python -m tests.examples.warm_native DESCRIPTOR ENTRY`
 """
@@ -15,7 +15,7 @@ from parakit.launch.supervise.warm import WarmMegatron
 
 
 class WarmNative(WarmMegatron):
-    """That process; the other family's entry has the same lines."""
+    """Warm process of the native backend, whose entry is shared by both model families."""
 
     module = "tests.examples.warm_native"
 
@@ -24,12 +24,14 @@ class WarmNative(WarmMegatron):
 
 
 def main(descriptor: int, entry: Path) -> None:
-    """Import and serve; each rank ends here, with its training."""
+    """Import torch and serve. Each forked rank exits here after its training."""
     with socket.socket(fileno=descriptor) as listener:
         code = compile(entry.read_bytes(), str(entry), "exec")
         with freeze_imports():
             exec(code, {"__name__": "entry", "__file__": str(entry)})  # noqa: S102 - for what it imports
-            importlib.import_module("torch._dynamo")  # Which the first optimizer of a rank loads.
+            importlib.import_module(
+                "torch._dynamo"
+            )  # The first optimizer of a rank would otherwise load this module.
         rank = _serve(listener)
     if rank is not None:
         _become_rank(rank)

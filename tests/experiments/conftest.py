@@ -1,4 +1,4 @@
-"""The code does not change under these tests: its 10 MB are read once."""
+"""Fixtures of this folder. The 10 MB of code are read only once, because they do not change during tests."""
 
 import functools
 
@@ -16,4 +16,4 @@ def code_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _quick_clock(quick_clock: None) -> None:
-    """For all tests of this folder."""
+    """Use the fast clock in all tests of this folder."""

@@ -1,4 +1,4 @@
-"""Cells with times as a test wants them."""
+"""Factory of cells with given times."""
 
 import functools
 from dataclasses import replace
@@ -22,9 +22,12 @@ def cell(
     options: Options = NO_OPTIONS,
     **changes: object,
 ) -> Cell:
-    """On CPU ranks, with other options than the defaults where a test says so."""
-    own = replace(options, **changes)  # type: ignore[arg-type]
-    return Cell(Job(strategy, load_model(model), devices, DeviceKind.CPU, own), repeats=own.repeats)
+    """Return a cell on CPU ranks. `changes` replace default options."""
+    cell_options = replace(options, **changes)  # type: ignore[arg-type]
+    return Cell(
+        Job(strategy, load_model(model), devices, DeviceKind.CPU, cell_options),
+        repeats=cell_options.repeats,
+    )
 
 
 SIZES = ("gpt2-tiny", "gpt3-64m", "gpt3-355m")
@@ -40,21 +43,21 @@ def measured(
     failure: str = "",
     **changes: object,
 ) -> SweptCell:
-    """Times of one percent's scatter about a median; None was never measured."""
+    """Return a cell with times that scatter by 1% around a median. None stands for a cell that was not measured."""
     strategy = strategy or ("baseline" if devices == 1 else f"dp{devices}")
     samples = [milliseconds * (1 + 0.001 * n) for n in range(-10, 11)] if milliseconds else []
     row = report_row(strategy, backend=backend, samples_ms=samples) if samples else None
-    one = cell(strategy, devices, model, backend=backend, **changes)
-    # What was launched says how large the model and the batch are: Megatron's is soonest composed.
+    timed_cell = cell(strategy, devices, model, backend=backend, **changes)
+    # The launch states the sizes of model and batch. Megatron's launch is the fastest to compose.
     launch = LAUNCHED(cell(strategy, devices, model, **changes).job)
-    result = CellResult(one, launch, () if failure else (Path("run"),), failure=failure)
+    result = CellResult(timed_cell, launch, () if failure else (Path("run"),), failure=failure)
     return SweptCell(result, row, row.estimate if row else None)
 
 
 def pair(*milliseconds: tuple[float, float], devices: int = 1) -> list[SweptCell]:
-    """Megatron's and native's times at each of the sizes."""
-    found = []
+    """Return cells of Megatron and native with (Megatron, native) milliseconds for each model size."""
+    cells = []
     for model, (megatron, native) in zip(SIZES, milliseconds, strict=False):
-        found.append(measured(Backend.MEGATRON, megatron, model, devices))
-        found.append(measured(Backend.NATIVE, native, model, devices))
-    return found
+        cells.append(measured(Backend.MEGATRON, megatron, model, devices))
+        cells.append(measured(Backend.NATIVE, native, model, devices))
+    return cells

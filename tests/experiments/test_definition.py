@@ -22,12 +22,16 @@ def test_every_experiment_can_be_read_and_its_table_is_known(name: str) -> None:
     assert find_output(experiment.file.table)
 
 
-def test_a_default_gives_way_to_the_callers_variable_and_a_fixed_setting_does_not() -> None:
+def test_variables_override_defaults_but_not_fixed_settings() -> None:
     plain = load_experiment("demo", Options()).options
     assert (plain.micro_batch_size, plain.global_batch_size, plain.shared_start) == (2, 8, True)
     asked = options_from_texts({"MICRO_BATCH": "4", "SHARED_START": "0"})
-    given = load_experiment("demo", asked).options
-    assert (given.micro_batch_size, given.global_batch_size, given.shared_start) == (4, 8, True)
+    options = load_experiment("demo", asked).options
+    assert (options.micro_batch_size, options.global_batch_size, options.shared_start) == (
+        4,
+        8,
+        True,
+    )
 
 
 def test_the_demo_is_the_same_work_for_every_strategy() -> None:
@@ -46,7 +50,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [
         ("repeat: 2", "own.yaml is no experiment: Object contains unknown field `repeat`"),
         ("defaults: {ITER: 5}", "own.yaml sets ITER, which is no variable of a training target"),
@@ -55,13 +59,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("on_models: {gpt2: {LR: 1}}", ""),
     ],
 )
-def test_what_a_file_must_not_hold_is_named(folder: Path, text: str, said: str) -> None:
+def test_invalid_content_of_an_experiment_file_is_named(
+    folder: Path, text: str, message: str
+) -> None:
     whole = "{report: r, model: gpt2-tiny, cells: [dp2], " + text + "}"
     (folder / "own.yaml").write_text(whole)
-    if not said:  # Of another model, so it is not read.
+    if not message:  # The file is of another model, so it is not read.
         load_experiment("own", Options())
         return
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         load_experiment("own", Options())
 
 
@@ -71,12 +77,12 @@ def test_an_unknown_strategy_of_a_cell_is_refused_by_name(folder: Path) -> None:
         load_experiment("own", Options())
 
 
-def test_an_experiment_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_unknown_experiment_is_refused_with_the_known_names() -> None:
     with pytest.raises(ValueError, match=r"no experiment 'dmo'; there are .*demo"):
         load_experiment("dmo", Options())
 
 
-def test_cells_take_another_model_and_the_devices_that_are_here(folder: Path) -> None:
+def test_cells_use_the_requested_model_and_the_available_devices(folder: Path) -> None:
     text = "{report: 'r-{model}', model: gpt2-tiny, batch: model_each_rank, cells: [dp2]}"
     (folder / "own.yaml").write_text(text)
     experiment = load_experiment("own", Options(), "gpt3-64m")
@@ -87,7 +93,7 @@ def test_cells_take_another_model_and_the_devices_that_are_here(folder: Path) ->
     assert load_experiment("own", asked, "gpt3-64m").options.global_batch_size == 4
 
 
-def test_a_list_is_an_axis_of_fields_and_of_settings_alike(folder: Path) -> None:
+def test_list_is_an_axis_for_fields_and_for_settings(folder: Path) -> None:
     entry = "{strategy: [dp2, tp2], backend: [megatron, native], settings: {SEED: [1, 2]}}"
     (folder / "own.yaml").write_text(f"{{report: r, model: gpt2-tiny, cells: [{entry}]}}")
     cells = load_experiment("own", Options()).cells

@@ -14,7 +14,7 @@ from parakit.launch.train import compose_job
 
 
 @pytest.mark.parametrize(
-    ("trained", "asked", "found"),
+    ("trained", "asked", "is_same_run"),
     [
         ("zero1", "dp2-zero1", True),
         ("dp2-zero1", "zero1", True),
@@ -22,18 +22,18 @@ from parakit.launch.train import compose_job
         ("dp2", "zero1", False),
     ],
 )
-def test_a_run_is_found_by_what_was_trained_and_not_by_its_folders_name(
-    trained: str, asked: str, found: bool, sample_prefix: Path, tmp_path: Path
+def test_finished_run_is_recognised_by_its_content_instead_of_its_folder_name(
+    trained: str, asked: str, is_same_run: bool, sample_prefix: Path, tmp_path: Path
 ) -> None:
     options = Options(data=str(sample_prefix), runs=tmp_path / "runs")
     targets = [parse_target(f"train-{name}-gpt2-tiny-2cpu") for name in (trained, asked)]
     made, wanted = (compose_job(t.with_options(options)) for t in targets)
     folder = create_run_folder(made, options.runs)
     write_record(folder / records.STATUS_FILE, StatusRecord(Status.OK, 0))
-    assert find_finished_runs(wanted) == ([folder] if found else [])
+    assert find_finished_runs(wanted) == ([folder] if is_same_run else [])
 
 
-def test_a_run_of_a_megatron_that_was_edited_since_does_not_stand_for_one(
+def test_run_of_an_edited_megatron_does_not_count_as_finished(
     sample_prefix: Path, tmp_path: Path
 ) -> None:
     target = parse_target("train-dp2-gpt2-tiny-2cpu")

@@ -15,8 +15,8 @@ def test_reference_and_kept_parity_agree() -> None:
     )
 
 
-def test_what_broke_cannot_be_compared_or_is_not_known_does_not_pass() -> None:
-    found = describe_broken_parity(
+def test_broken_incomparable_and_unknown_parity_fail() -> None:
+    sentences = describe_broken_parity(
         rows(
             ("baseline", "ok", "reference"),
             ("tp2", "ok", "broken@11"),
@@ -24,7 +24,7 @@ def test_what_broke_cannot_be_compared_or_is_not_known_does_not_pass() -> None:
             ("cp2", "crashed", ""),
         )
     )
-    assert found == [
+    assert sentences == [
         "Parity of tp2: broken@11 (status ok).",
         "Parity of pp2: not comparable (status ok).",
         "Parity of cp2: not known (status crashed).",

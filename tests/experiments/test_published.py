@@ -29,7 +29,7 @@ from tests.launch.fake_nvml import FakeNvml
 
 
 class Machine:
-    """A stand-in for training and reporting: runs leave folders, and end as the test says."""
+    """Fake training and reporting: runs write folders and end with the status that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trained: list[str] = []
@@ -81,7 +81,7 @@ def said(options: Options) -> tuple[int, str]:
     return code, text.getvalue()
 
 
-def test_six_runs_in_turn_then_a_report_of_them(machine: Machine, options: Options) -> None:
+def test_six_runs_are_trained_in_turn_and_then_reported(machine: Machine, options: Options) -> None:
     code, text = said(options)
     assert (code, machine.trained) == (0, list(PUBLISHED_STRATEGIES))
     (command,) = machine.reported
@@ -90,16 +90,20 @@ def test_six_runs_in_turn_then_a_report_of_them(machine: Machine, options: Optio
     assert "All six runs ended well." in text
 
 
-def test_iterations_disk_and_minutes_are_said_first(machine: Machine, options: Options) -> None:
+def test_iterations_disk_space_and_minutes_are_printed_first(
+    machine: Machine, options: Options
+) -> None:
     first = said(options)[1].splitlines()[0]
     assert "6 of the 6 published runs are to be made, 100 iterations each" in first
     minutes = re.search(r"about (\d+) minutes", first)
     assert minutes is not None
-    assert 10 <= int(minutes[1]) <= 15  # six starts, and 100 × 3.3 s over the six
+    assert (
+        10 <= int(minutes[1]) <= 15
+    )  # There are six starts, and 100 iterations of 3.3 s in total over the six runs.
     assert f"384 MiB in {options.runs}" in first
 
 
-def test_a_failed_run_does_not_stop_the_rest_and_repeating_makes_it_alone(
+def test_failed_run_does_not_stop_other_runs_and_a_repetition_trains_only_the_failed_run(
     machine: Machine, options: Options
 ) -> None:
     machine.ends["tp2"] = Status.OUT_OF_MEMORY
@@ -114,7 +118,7 @@ def test_a_failed_run_does_not_stop_the_rest_and_repeating_makes_it_alone(
     assert text.count("made before") == 5
 
 
-def test_a_run_that_cannot_be_written_leaves_the_others_reported(
+def test_other_runs_are_reported_if_a_run_cannot_be_written(
     machine: Machine, options: Options
 ) -> None:
     machine.refused = {"dp2"}
@@ -133,17 +137,17 @@ def test_a_run_that_cannot_be_written_leaves_the_others_reported(
         {"extra": ("--split", "80,19,1")},
     ],
 )
-def test_only_exactly_the_same_run_counts_as_made(
+def test_only_an_identical_run_counts_as_finished(
     machine: Machine, options: Options, changes: dict[str, object]
 ) -> None:
     said(options)
     launches = compose_six(replace(options, iterations=100))
     assert all(find_finished_runs(launch) for launch in launches)
-    others = compose_six(replace(options, **{"iterations": 100, **changes}))  # type: ignore[arg-type]
-    assert not any(find_finished_runs(launch) for launch in others)
+    changed_launches = compose_six(replace(options, **{"iterations": 100, **changes}))  # type: ignore[arg-type]
+    assert not any(find_finished_runs(launch) for launch in changed_launches)
 
 
-def test_damaged_run_folders_are_passed_over(machine: Machine, options: Options) -> None:
+def test_damaged_run_folders_are_skipped(machine: Machine, options: Options) -> None:
     said(options)
     launch = compose_six(replace(options, iterations=100))[0]
     (folder,) = find_finished_runs(launch)
@@ -153,7 +157,7 @@ def test_damaged_run_folders_are_passed_over(machine: Machine, options: Options)
     assert "1 of the 6" in announce_published(six)
 
 
-def test_one_gpu_refuses_all_before_anything_is_written(
+def test_single_gpu_is_refused_before_anything_is_written(
     machine: Machine, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")

@@ -19,7 +19,7 @@ from tests.experiments.factory import cell
 
 
 class Trained:
-    """What was trained; runs end well and leave their folder, unless they are to be refused."""
+    """Fake trainer that records what was trained. Runs succeed and write their folder unless they are refused."""
 
     def __init__(self) -> None:
         self.names: list[str] = []
@@ -41,10 +41,10 @@ class Trained:
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
-    found = Trained()
-    monkeypatch.setattr(module, "execute_launch", found.execute)
-    monkeypatch.setattr(module, "ensure_initial_checkpoint", found.start)
-    return found
+    trainer = Trained()
+    monkeypatch.setattr(module, "execute_launch", trainer.execute)
+    monkeypatch.setattr(module, "ensure_initial_checkpoint", trainer.start)
+    return trainer
 
 
 @pytest.fixture
@@ -55,10 +55,10 @@ def options(sample_prefix: Path, tmp_path: Path) -> Options:
 def runner(cells: Sequence[Cell], takes_finished: bool = False) -> Runner:
     file = ExperimentFile(report="r", cells=[], takes_finished=takes_finished)
     experiment = Experiment("r", tuple(cells), file)
-    return Runner(experiment, {one: compose_job(one.job) for one in cells}, Console(quiet=True))
+    return Runner(experiment, {cell: compose_job(cell.job) for cell in cells}, Console(quiet=True))
 
 
-def test_what_was_made_before_is_taken_only_where_the_experiment_says_so(
+def test_finished_runs_are_reused_only_if_the_experiment_allows_it(
     trained: Trained, options: Options
 ) -> None:
     dp2, tp2 = cell("dp2", options=options), cell("tp2", options=options)
@@ -75,20 +75,18 @@ def test_what_was_made_before_is_taken_only_where_the_experiment_says_so(
     assert trained.names == ["dp2", "tp2", "dp2"]
 
 
-def test_a_cell_that_fails_leaves_the_others_and_is_not_repeated(
+def test_failed_cell_is_not_repeated_and_other_cells_are_trained(
     trained: Trained, options: Options
 ) -> None:
     trained.refused = "dp2"
-    found = runner([cell(name, options=options, repeats=2) for name in ("dp2", "tp2")])
-    found.train()
-    failed, well = found.list_results()
+    experiment_runner = runner([cell(name, options=options, repeats=2) for name in ("dp2", "tp2")])
+    experiment_runner.train()
+    failed, well = experiment_runner.list_results()
     assert trained.names == ["dp2", "tp2", "tp2"]
     assert (failed.failure, failed.is_complete, failed.folders) == ("The disk is full.", False, ())
     assert (len(well.runs), well.is_complete) == (2, True)
 
 
-def test_the_weights_of_a_cell_are_drawn_with_its_own_seed(
-    trained: Trained, options: Options
-) -> None:
+def test_initial_weights_of_a_cell_use_its_seed(trained: Trained, options: Options) -> None:
     runner([cell("dp2", options=options, seed=seed) for seed in (1234, 1235)]).train()
     assert trained.seeds == [1234, 1235]

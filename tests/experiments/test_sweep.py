@@ -33,7 +33,7 @@ LINE = (
 
 
 class Machine:
-    """A stand-in for training: runs leave a folder and a log, and end as the test says."""
+    """Fake training: runs write a folder and a log, and end with the status that the test sets."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.trained: list[str] = []
@@ -96,7 +96,7 @@ def test_legal_cells_are_trained_and_the_others_skipped_with_the_rule(
     assert first["iteration_ms_median"] == pytest.approx(100.1)
 
 
-def test_what_was_trained_before_is_used_and_only_the_failed_is_tried_again(
+def test_finished_cells_are_reused_and_only_failed_cells_are_retried(
     machine: Machine, options: Options
 ) -> None:
     machine.ends["native baseline"] = Status.CRASHED
@@ -110,7 +110,7 @@ def test_what_was_trained_before_is_used_and_only_the_failed_is_tried_again(
     assert text.count("made before") == 3
 
 
-def test_ctrl_c_keeps_what_there_is_and_the_next_call_resumes(
+def test_ctrl_c_keeps_finished_cells_and_the_next_call_continues(
     machine: Machine, options: Options
 ) -> None:
     machine.interrupts_at = "megatron dp2"
@@ -123,7 +123,9 @@ def test_ctrl_c_keeps_what_there_is_and_the_next_call_resumes(
     assert (code, machine.trained) == (0, ALL)
 
 
-def test_repeats_lie_apart_and_count_what_is_there(machine: Machine, options: Options) -> None:
+def test_repeats_have_separate_folders_and_existing_ones_count(
+    machine: Machine, options: Options
+) -> None:
     swept(options)
     machine.trained.clear()
     swept(replace(options, repeats=3))
@@ -157,26 +159,26 @@ def test_a_dry_run_prints_the_cells_as_data(
 
 
 @pytest.mark.parametrize(
-    "given",
+    "variables",
     [
         {"EXTRA": "--adam-eps 1e-7", "MICRO_BATCH": "2", "SEED": "7", "SHARED_START": "0"},
         {"SAVE_EVERY": "10", "KEEP": "3", "ASYNC_SAVE": "1", "HANG_TIMEOUT": "60", "WANDB": "1"},
         {"FUSED": "norm", "SHARE_GPU": "1", "LEDGER": "0", "NET": "1gbps", "ITERS": "7"},
     ],
 )
-def test_a_cells_target_and_variables_make_exactly_its_run(
-    options: Options, given: dict[str, str]
+def test_target_and_variables_of_a_cell_reproduce_its_run(
+    options: Options, variables: dict[str, str]
 ) -> None:
     places = {"DATA": str(options.data), "RUNS": str(options.runs)}
-    asked = options_from_texts({**places, **given, "REPEATS": "3", "DRY_RUN": "1"})
+    asked = options_from_texts({**places, **variables, "REPEATS": "3", "DRY_RUN": "1"})
     jobs = [cell.job for cell in sweep_of(MEGATRON, asked).cells]
     for job in (job for job in jobs if (job.strategy == "dp2") == (job.devices == 2)):
-        theirs = options_from_texts(job.variables)
-        assert compose_job(parse_target(job.target, theirs)) == compose_job(job)
+        job_options = options_from_texts(job.variables)
+        assert compose_job(parse_target(job.target, job_options)) == compose_job(job)
 
 
 def resume(folder: Path, changed: Options) -> None:
-    """As `make resume` does: the folder's next attempt, which ends well."""
+    """Add a further, successful attempt to the folder, as `make resume` does."""
     loaded = ResumePoint(folder.name, folder / records.CHECKPOINTS_FOLDER, 10)
     loaded.folder.mkdir(exist_ok=True)
     launch = compose_resumed_launch(records.read_run(folder), loaded, None, changed)
@@ -188,7 +190,7 @@ def resume(folder: Path, changed: Options) -> None:
     ("changed", "again"),
     [({}, []), ({"iterations": 30}, ["dp2"]), ({"extra": ("--lr", "1e-5")}, ["dp2"])],
 )
-def test_a_resumed_run_is_its_cells_unless_it_went_on_otherwise(
+def test_resumed_run_counts_for_its_cell_unless_its_settings_changed(
     machine: Machine,
     options: Options,
     changed: dict[str, Any],
@@ -205,7 +207,7 @@ def test_a_resumed_run_is_its_cells_unless_it_went_on_otherwise(
     assert machine.trained == [f"megatron {strategy}" for strategy in again]
 
 
-def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
+def test_run_resumed_on_another_machine_does_not_count_for_its_cell(
     machine: Machine, options: Options
 ) -> None:
     options = replace(options, saving=Saving(10))
@@ -221,7 +223,7 @@ def test_a_run_that_was_resumed_on_another_machine_is_not_the_cells(
     assert machine.trained == ["megatron dp2"]
 
 
-def test_cells_are_without_dropout_unless_it_is_asked_for(options: Options) -> None:
-    for given, dropout in ((options, 0), (replace(options, dropout=0.1), 0.1)):
-        launch = compose_job(sweep_of(TINY, given).cells[0].job)
+def test_cells_have_no_dropout_by_default(options: Options) -> None:
+    for sweep_options, dropout in ((options, 0), (replace(options, dropout=0.1), 0.1)):
+        launch = compose_job(sweep_of(TINY, sweep_options).cells[0].job)
         assert launch.spec.dropout == dropout

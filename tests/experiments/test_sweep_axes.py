@@ -5,7 +5,7 @@ from parakit.config.run import Backend, DeviceKind
 from tests.given import swept
 
 
-def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:
+def test_axes_are_unique_values_separated_by_spaces_or_commas() -> None:
     cells = swept(
         {"MODELS": "gpt3-64m,gpt2-tiny gpt3-64m", "BACKENDS": "native", "DEVICES": "1cpu, 2gpu"}
     ).cells
@@ -20,7 +20,7 @@ def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "said"),
+    ("variables", "message"),
     [
         ({"MODELS": "gpt2-tny"}, "gpt2-tiny"),
         ({"STRATEGIES": "xp2"}, "Unknown strategy 'xp2'"),
@@ -30,19 +30,19 @@ def test_axes_are_words_apart_by_spaces_or_commas_each_once() -> None:
         ({"NAME": "siz"}, "NAME=siz is no file of examples/experiments, but nearly size.yaml; use"),
     ],
 )
-def test_a_word_that_means_nothing_is_named(variables: dict[str, str], said: str) -> None:
+def test_invalid_axis_value_is_named(variables: dict[str, str], message: str) -> None:
     with pytest.raises(LaunchError) as caught:
         swept(variables)
-    assert said in str(caught.value)
+    assert message in str(caught.value)
 
 
-def test_a_name_that_is_a_files_has_its_axes_and_settings() -> None:
+def test_name_of_a_file_selects_its_axes_and_settings() -> None:
     size = swept({"NAME": "size"})
     assert (size.report, size.options.micro_batch_size) == ("size", 1)
     assert {cell.job.model.name for cell in size.cells} == {
         f"{kind}-{millions}m" for kind in ("dense", "moe") for millions in (1, 4, 16, 64)
     }
-    # Without DEVICES a strategy has as many as its name says.
+    # Without DEVICES the number of devices is that of the strategy's name.
     assert {(cell.job.strategy, cell.job.devices) for cell in size.cells} == {
         ("baseline", 1),
         ("dp2", 2),
@@ -56,6 +56,6 @@ def test_a_name_that_is_a_files_has_its_axes_and_settings() -> None:
     ]
 
 
-def test_another_name_is_the_reports_alone() -> None:
+def test_other_name_changes_only_the_report() -> None:
     assert swept({"NAME": "mine"}).report == "mine"
     assert swept({"NAME": "demo"}).cells == swept({}).cells

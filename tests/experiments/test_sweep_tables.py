@@ -16,21 +16,21 @@ from tests.experiments.factory import measured, pair
 from tests.reporting.factory import report_row
 
 
-def test_overtaking_is_said_between_the_two_sizes_that_decide() -> None:
+def test_crossover_is_reported_between_the_two_deciding_sizes() -> None:
     assert describe_sweep(pair((110, 100), (200, 200.1), (1000, 1200))) == [
         "On 1 CPU rank megatron overtakes native at 62.9M parameters [11.3M, 107.9M], between gpt2-tiny "
         "(3.4M) and gpt3-355m (354.9M); within noise of each other at gpt3-64m (63.8M)."
     ]
 
 
-def test_a_crossover_is_where_ratio_and_both_ends_of_its_interval_pass_one() -> None:
-    # A ratio that falls with the size from 4 to 1/4 within [ratio / 2, 2 ratio].
-    found = estimate_crossover([point(10, 4.0), point(1000, 0.25)])
-    # In logarithms the way from 10 to 1000 is 4 halvings of 10^0.5 each: one for the interval's end.
-    assert found == pytest.approx((100, 10**1.5, 10**2.5))
+def test_crossover_is_where_the_ratio_and_its_interval_ends_reach_1() -> None:
+    # The ratio falls with the size from 4 to 1/4, with the interval [ratio / 2, 2 ratio].
+    crossover = estimate_crossover([point(10, 4.0), point(1000, 0.25)])
+    # From 10 to 1000 the ratio halves 4 times, once per factor of 10^0.5. The interval's ends are a halving away.
+    assert crossover == pytest.approx((100, 10**1.5, 10**2.5))
 
 
-def test_dense_models_and_mixtures_are_two_axes_of_size() -> None:
+def test_dense_models_and_mixtures_are_compared_along_separate_axes() -> None:
     cells = [
         *pair((110, 100)),
         measured(Backend.MEGATRON, 100, "moe-tiny"),
@@ -42,15 +42,17 @@ def test_dense_models_and_mixtures_are_two_axes_of_size() -> None:
     ]
 
 
-def test_layouts_of_one_backend_are_compared_along_the_sizes() -> None:
+def test_strategies_of_a_single_backend_are_compared_along_the_sizes() -> None:
     times = {("dp2", "gpt2-tiny"): 100, ("tp2", "gpt2-tiny"): 200}
     times |= {("dp2", "gpt3-64m"): 200, ("tp2", "gpt3-64m"): 100}
     cells = [
         measured(Backend.MEGATRON, milliseconds, model, 2, strategy)
         for (strategy, model), milliseconds in times.items()
     ]
-    (said,) = describe_sweep(cells)
-    assert said.startswith("On 2 CPU ranks megatron tp2 overtakes megatron dp2 at 14.8M parameters")
+    (sentence,) = describe_sweep(cells)
+    assert sentence.startswith(
+        "On 2 CPU ranks megatron tp2 overtakes megatron dp2 at 14.8M parameters"
+    )
 
 
 def point(parameters: int, ratio: float) -> SizeComparison:
@@ -58,22 +60,22 @@ def point(parameters: int, ratio: float) -> SizeComparison:
     return SizeComparison("m", parameters, TimeComparison(ratio, ratio / 2, 2 * ratio, verdict))
 
 
-def test_one_sided_results_say_that_there_is_no_crossover() -> None:
+def test_one_sided_results_report_no_crossover() -> None:
     assert describe_sweep(pair((110, 100), (240, 200), devices=2)) == [
         "On 2 CPU ranks native is faster than megatron at gpt2-tiny (3.4M) and gpt3-64m (63.8M): "
         "no crossover in the range."
     ]
 
 
-def test_differences_within_noise_are_not_called() -> None:
+def test_differences_within_noise_are_not_reported_as_a_crossover() -> None:
     assert describe_sweep(pair((100, 100.1))) == [
         "On 1 CPU rank native is within noise of megatron at gpt2-tiny (3.4M): neither overtakes."
     ]
 
 
-def test_each_number_of_devices_has_a_sentence_of_its_own() -> None:
-    found = describe_sweep([*pair((110, 100)), *pair((100, 110), devices=2)])
-    assert [sentence.partition(" is")[0] for sentence in found] == [
+def test_each_number_of_devices_has_a_separate_sentence() -> None:
+    sentences = describe_sweep([*pair((110, 100)), *pair((100, 110), devices=2)])
+    assert [sentence.partition(" is")[0] for sentence in sentences] == [
         "On 1 CPU rank native",
         "On 2 CPU ranks megatron",
     ]
@@ -86,27 +88,27 @@ def test_a_backend_that_was_never_measured_is_not_compared() -> None:
     ]
 
 
-def test_batches_of_another_size_are_compared_by_the_token() -> None:
+def test_batches_of_different_sizes_are_compared_per_token() -> None:
     small = measured(Backend.MEGATRON, 100)
     large = measured(Backend.NATIVE, 150, global_batch_size=16)
     assert "native is faster" in describe_sweep([small, large])[0]
 
 
-def test_of_several_strategies_the_fastest_speaks_for_the_backend() -> None:
+def test_backend_is_represented_by_its_fastest_strategy() -> None:
     slow = measured(Backend.NATIVE, 200, devices=2, strategy="tp2")
     fast = measured(Backend.NATIVE, 100, devices=2, strategy="dp2")
     lines = select_fastest([slow, fast])
     assert lines == {((2, DeviceKind.CPU), Backend.NATIVE): [fast]}
 
 
-def test_the_fastest_of_a_model_may_be_one_that_flags_made_larger() -> None:
+def test_fastest_run_of_a_model_may_have_a_shape_changed_by_flags() -> None:
     slow = measured(Backend.NATIVE, 200)
     fast = measured(Backend.NATIVE, 100, extra=("--num-layers", "6"))
     assert fast.parameters > slow.parameters
     assert list(select_fastest([slow, fast]).values()) == [[fast]]
 
 
-def test_the_table_names_ratio_and_verdict_against_the_first_backend() -> None:
+def test_table_has_ratio_and_verdict_relative_to_the_first_backend() -> None:
     text = render("s", pair((100, 50)), [])
     rows = [line for line in text.splitlines() if line.startswith("| gpt2-tiny |")]
     assert "×0.500" in rows[1]
@@ -130,12 +132,12 @@ def test_the_picture_has_a_line_for_each_backend_and_number_of_devices() -> None
     assert draw_sweep([measured(Backend.NATIVE, None)]) is None
 
 
-def test_sizes_are_short() -> None:
+def test_sizes_are_printed_in_short_form() -> None:
     assert [parameters(3_423_616), parameters(1_300_000_000)] == ["3.4M", "1.3B"]
 
 
-def test_on_cpu_ranks_processor_time_has_verdicts_of_its_own() -> None:
-    # The native run was slower by the clock because others had the processors; it needed half of them.
+def test_processor_time_on_cpu_ranks_has_a_separate_verdict() -> None:
+    # The native run took longer because other processes used the processors, but needed half the processor time.
     times = {Backend.MEGATRON: (100, 80), Backend.NATIVE: (200, 40)}
     cells = []
     for backend, (wall, processor) in times.items():

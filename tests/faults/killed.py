@@ -1,4 +1,4 @@
-"""A run whose rank 1 is killed, and the same run resumed."""
+"""Scenario: a run whose rank 1 is killed, and the resumed run."""
 
 from __future__ import annotations
 
@@ -17,33 +17,35 @@ from tests.faults.runs import Kit, kill
 
 @dataclass(frozen=True)
 class Killed:
-    """What was found."""
+    """Results of the killed and the resumed run."""
 
     folder: str
-    """Of the resumed run; its first attempt is what the kill left."""
+    """Folder of the resumed run, whose first attempt was killed."""
     iterations_reported: int
-    """By the report, before the run was resumed."""
+    """Number of iterations in the report before the run was resumed."""
     saved_iteration: int
-    """Of the newest finished checkpoint that the killed run left."""
+    """Iteration of the newest finished checkpoint of the killed run."""
     resumed_folder: str
     exit_code: int
-    """Of the launcher that resumed it."""
+    """Exit code of the launcher that resumed the run."""
     output: str
 
 
 def killed(runs: Path, data: Path, ranks: ForkedRanks) -> dict[str, Any]:
-    """`Killed` of two forked ranks under DP, killed after a save that is not the last."""
+    """Return `Killed` for two forked DP ranks, killed after a save that is not the last."""
     folder = runs / "killed"
     folder.mkdir()
     kit = Kit(folder, data, runs / ".start")
     kit.program = forked(ranks)
-    # A target's script would start a launcher of its own, which forks no ranks.
-    victim = kit.start("dp2", words=("run", "dp2", "gpt2-tiny", "2cpu"))
+    # The script of a target would start another launcher, which forks no ranks.
+    victim = kit.start("dp2", arguments=("run", "dp2", "gpt2-tiny", "2cpu"))
     victim.wait_for("iteration        6/")
     kill(_rank_1(ranks))
     ended = victim.end()
     iterations = len(ended.run.log.iterations)
-    stored = find_checkpoints(ended.folder / CHECKPOINTS_FOLDER)  # Newest first.
+    stored = find_checkpoints(
+        ended.folder / CHECKPOINTS_FOLDER
+    )  # Checkpoints are sorted from the newest.
     saved = next(checkpoint.iteration for checkpoint in stored if checkpoint.is_finished)
     resumed = kit.resume(ended.folder)
     return asdict(
@@ -60,5 +62,5 @@ def killed(runs: Path, data: Path, ranks: ForkedRanks) -> dict[str, Any]:
 
 def _rank_1(ranks: ForkedRanks) -> psutil.Process:
     processes = psutil.Process(ranks.warm.pid).children(recursive=True)
-    (found,) = (process for process in processes if process.name() == "rank1")
-    return found
+    (victim,) = (process for process in processes if process.name() == "rank1")
+    return victim

@@ -1,4 +1,4 @@
-"""Real runs of gpt2-tiny on two CPU ranks that something happens to, each under its own launcher."""
+"""Real runs of gpt2-tiny on two CPU ranks that faults happen to, each with its own launcher."""
 
 import json
 import os
@@ -32,14 +32,14 @@ PROGRAM = (sys.executable, "-m", "parakit")
 
 
 def launch(
-    words: Sequence[str],
+    arguments: Sequence[str],
     environment: Mapping[str, str],
     output: int | IO[bytes] = subprocess.PIPE,
     program: Sequence[str] = PROGRAM,
 ) -> psutil.Popen:
-    """`python -m parakit WORDS`, or another program with these words."""
+    """Start `python -m parakit ARGUMENTS`, or another program with these arguments."""
     return psutil.Popen(
-        (*program, *words),
+        (*program, *arguments),
         cwd=ROOT,
         env=environment,
         stdout=output,
@@ -49,22 +49,22 @@ def launch(
 
 
 def processes_of(launcher: psutil.Process) -> dict[str, psutil.Process]:
-    """The processes of a launcher's run that live: `launcher`, `supervisor`, `torchrun`, `rank 0`, …"""
-    found = {"launcher": launcher}
+    """Return the live processes of a launcher's run by name: `launcher`, `supervisor`, `torchrun`, `rank 0`, …"""
+    processes_by_name = {"launcher": launcher}
     with suppress(psutil.NoSuchProcess):
         for process in launcher.children(recursive=True):
             with suppress(psutil.Error):
                 name = _name_of(process) if is_alive(process) else None
-                if name:  # A rank comes before what it starts.
-                    found.setdefault(name, process)
-    return found
+                if name:  # A rank is listed before the processes that it starts.
+                    processes_by_name.setdefault(name, process)
+    return processes_by_name
 
 
 def _name_of(process: psutil.Process) -> str | None:
     rank = process.environ().get("RANK")
     if rank is not None:
         return f"rank {rank}"
-    # The supervisor's command line holds torchrun's; torchrun's module comes first in its own.
+    # The supervisor's command line contains that of torchrun, whose own command line starts with its module.
     modules = {
         "parakit.launch.supervise.supervisor": "supervisor",
         "torch.distributed.run": "torchrun",
@@ -74,7 +74,7 @@ def _name_of(process: psutil.Process) -> str | None:
 
 @dataclass
 class Ended:
-    """A run after what happened to it."""
+    """A run after it has ended."""
 
     folder: Path
     exit_code: int
@@ -86,7 +86,7 @@ class Ended:
 
     @property
     def run(self) -> Run:
-        """As the report reads it; it must be reportable whatever happened."""
+        """The run as the report reads it. It must be readable whatever happened to the run."""
         run = load_folder(self.folder)
         assert build_report("r", [run], load_published()).entries
         return run
@@ -94,14 +94,14 @@ class Ended:
 
 @dataclass
 class Victim:
-    """A run that trains."""
+    """A running training."""
 
     launcher: psutil.Popen
     folder: Path
     processes: dict[str, psutil.Process] = field(default_factory=dict)
-    """By their names, as `processes_of` gives them."""
+    """Processes by their names, as `processes_of` gives them."""
     family: list[psutil.Process] = field(default_factory=list)
-    """All that the launcher started."""
+    """All processes that the launcher started."""
 
     @property
     def ranks(self) -> dict[int, psutil.Process]:
@@ -112,7 +112,7 @@ class Victim:
         }
 
     def wait_for(self, text: str) -> None:
-        """Wait until the log says something."""
+        """Wait until the log contains a text."""
         log = self.folder / records.LOG_FILE
 
         def is_said() -> bool:
@@ -125,19 +125,19 @@ class Victim:
         self.look()
 
     def look(self) -> None:
-        """See which processes there are now."""
+        """Record the processes that exist now."""
         self.processes = processes_of(self.launcher)
         self.family = self.launcher.children(recursive=True)
 
     def end(self) -> Ended:
-        """Wait for the end of all; the supervisor of a killed launcher first writes the status."""
+        """Wait until all processes have ended. The supervisor of a killed launcher writes the status first."""
         output, _ = self.launcher.communicate(timeout=OF_A_RUN)
         until(lambda: not any(map(is_alive, self.family)), "processes are left", OF_A_RUN)
         return Ended(self.folder, self.launcher.returncode, output)
 
 
 class Kit:
-    """Starts and resumes runs in one runs folder, as `make` would."""
+    """Starter of runs in a single runs folder, with the arguments and variables that `make` would pass."""
 
     def __init__(self, runs: Path, data: Path, starting_weights: Path) -> None:
         self.runs, self.undisturbed = runs / "disturbed", runs / "undisturbed"
@@ -158,40 +158,42 @@ class Kit:
         self._whole: dict[str, Ended] = {}
 
     def start(
-        self, strategy: str, ranks: int = 2, words: tuple[str, ...] = (), **variables: str
+        self, strategy: str, ranks: int = 2, arguments: tuple[str, ...] = (), **variables: str
     ) -> Victim:
-        """Start a run that saves, and wait for its folder; `words` are asked instead of its target."""
+        """Start a run that saves, and wait for its folder. `arguments` replace those of its target."""
         runs = Path(variables.get("RUNS", self.runs))
         before = set(runs.glob("2*"))
         model = "moe-tiny" if "ep" in strategy else "gpt2-tiny"
         ranks = 1 if strategy == "baseline" else ranks
-        words = words or (f"train-{strategy}-{model}-{ranks}cpu",)
+        arguments = arguments or (f"train-{strategy}-{model}-{ranks}cpu",)
         extra = " ".join((*SMALL, variables.get("EXTRA", "")))
-        own = {"SAVE_EVERY": str(SAVE_EVERY), **variables, "EXTRA": extra}
-        launcher = self._launch(words, own)
+        run_variables = {"SAVE_EVERY": str(SAVE_EVERY), **variables, "EXTRA": extra}
+        launcher = self._launch(arguments, run_variables)
 
         def made() -> list[Path]:
-            found = [path for path in set(runs.glob("2*")) - before if (path / "log.txt").exists()]
-            if not found and launcher.poll() is not None:
+            new_runs = [
+                path for path in set(runs.glob("2*")) - before if (path / "log.txt").exists()
+            ]
+            if not new_runs and launcher.poll() is not None:
                 raise AssertionError(launcher.communicate()[0])
-            return found
+            return new_runs
 
         return Victim(launcher, until(made, "no run folder appeared", OF_A_RUN)[0])
 
     def train(self, strategy: str, ranks: int = 2, **variables: str) -> Ended:
-        """A run that nothing happens to."""
+        """Train a run to its end without a fault."""
         return self.start(strategy, ranks, **variables).end()
 
-    def resume(self, folder: Path, *words: str, **variables: str) -> Ended:
-        """Resume a run; the folder of what was trained, its own or a new one."""
+    def resume(self, folder: Path, *arguments: str, **variables: str) -> Ended:
+        """Resume a run. The result has the folder of the resumed training, the same or a new one."""
         before = set(self.runs.glob("2*"))
-        launcher = self._launch(("resume", str(folder), *words), variables)
+        launcher = self._launch(("resume", str(folder), *arguments), variables)
         output, _ = launcher.communicate(timeout=OF_A_RUN)
         made = set(self.runs.glob("2*")) - before
         return Ended(made.pop() if made else folder, launcher.returncode, output)
 
     def undisturbed_run(self, strategy: str, ranks: int = 2, **variables: str) -> Ended:
-        """The same run if nothing happens to it and nothing is saved, in a runs folder of its own."""
+        """Train the same run without faults and saves, in a separate runs folder."""
         key = json.dumps([strategy, ranks, variables])
         if key not in self._whole:
             settings = {"SAVE_EVERY": "", "RUNS": str(self.undisturbed), **variables}
@@ -201,15 +203,15 @@ class Kit:
         return self._whole[key]
 
     def whole_curve(self, strategy: str, ranks: int = 2, **variables: str) -> Curve:
-        """Losses of the undisturbed run."""
+        """Return the losses of the undisturbed run."""
         return loss_curve(self.undisturbed_run(strategy, ranks, **variables).run)
 
-    def _launch(self, words: tuple[str, ...], variables: dict[str, str]) -> psutil.Popen:
-        return launch(words, {**self.environment, **variables}, program=self.program)
+    def _launch(self, arguments: tuple[str, ...], variables: dict[str, str]) -> psutil.Popen:
+        return launch(arguments, {**self.environment, **variables}, program=self.program)
 
 
 def same_losses(resumed: Run, whole: Curve) -> None:
-    """To the last digit, on every line that is no average; and to the end."""
+    """Assert that losses are identical on every line that is not an average, up to the last iteration."""
     ours = loss_curve(resumed)
     assert max(ours) == max(whole)
     common = ours.keys() & whole.keys()
@@ -218,7 +220,9 @@ def same_losses(resumed: Run, whole: Curve) -> None:
 
 
 def kill(process: psutil.Process) -> None:
-    process.send_signal(signal.SIGKILL)
+    """Kill a process, or do nothing if it has ended: on a busy machine a run may end before the kill."""
+    with suppress(psutil.NoSuchProcess):
+        process.send_signal(signal.SIGKILL)
 
 
 WHO = ("launcher", "rank 0", "rank 1", "supervisor", "torchrun")
@@ -226,6 +230,6 @@ WHO = ("launcher", "rank 0", "rank 1", "supervisor", "torchrun")
 
 
 def moment(seed: int) -> tuple[str, float]:
-    """A line of the log, and a pause after it: anywhere from the first save to the last."""
+    """Return a random moment from the first save to the last: a line of the log and a pause after it."""
     choose = random.Random(seed)
     return f"iteration {choose.randint(SAVE_EVERY, ITERATIONS - 1):8d}/", choose.uniform(0, 1.0)

@@ -1,8 +1,8 @@
 """`make bench NAME=soak STRATEGY=dp2 ARGS="--hours 0.33"`: a long run undisturbed, and with processes killed at random.
 
-The undisturbed run shows what grows or becomes slower with time. The disturbed one is resumed after each
-kill and must have the same losses, as far as it comes. Both have a launcher of their own, as `make
-train-…` would; this process starts and reads them, and nothing else.
+The undisturbed run shows what grows or becomes slower with time. The disturbed run is resumed after each kill and
+must have the same losses up to its last iteration. Each run has its own launcher, as with `make train-…`. This
+process only starts and samples them.
 """
 
 from __future__ import annotations
@@ -45,80 +45,80 @@ from tests.faults.soak_verdict import DISTURBED, UNDISTURBED, Fault, ProcessRead
 from tests.patience import OF_A_RUN
 
 SAVE_EVERY = 50
-"""Iterations, as many as between two evaluations."""
+"""Iterations between two checkpoints, equal to those between two evaluations."""
 
 READ_SECONDS = 5.0
 
 UNDISTURBED_SHARE = 0.4
-"""Of the time; the disturbed run, which starts again after each fault, has the rest to train as far."""
+"""Fraction of the time for the undisturbed run. The disturbed run restarts after each fault and gets more time."""
 
 FAULTS, LONGEST_SECONDS = 6, 600.0
-"""So many faults are expected in the disturbed run, and one at least so often; one before its middle."""
+"""Expected number of faults in the disturbed run, and longest time between two faults in seconds."""
 
 _FASTEST_SECONDS = 0.02
-"""Of an iteration: Megatron's schedule must not end before the time does."""
+"""Lower bound on seconds per iteration, by which Megatron's schedule is longer than the time of the soak."""
 
 _TAIL_BYTES = 20_000
-"""Of a log, which hold its last iteration."""
+"""Bytes at the end of a log that contain its last iteration."""
 
 READINGS_FILE, TEXT_FILE = "readings.csv", "soak.md"
 
 
 @dataclass(frozen=True)
 class Soak:
-    """What is trained, and for how long."""
+    """The trained job with the duration and intervals of a soak."""
 
     hours: float
     launch: Launch
 
     @property
     def job(self) -> Job:
-        """What both runs train."""
+        """The job that both runs train."""
         return self.launch.job
 
     @property
     def every(self) -> int:
-        """Iterations between two checkpoints."""
+        """Number of iterations between two checkpoints."""
         assert self.job.options.saving is not None
         return self.job.options.saving.every
 
     @property
     def undisturbed_seconds(self) -> float:
-        """After which the undisturbed run is asked to stop."""
+        """Seconds of training after which the undisturbed run is asked to stop."""
         return self.hours * 3600 * UNDISTURBED_SHARE
 
     @property
     def mean_gap_seconds(self) -> float:
-        """Between the start of training and the next fault."""
+        """Seconds between the start of training and the next fault."""
         return min(LONGEST_SECONDS, self.undisturbed_seconds / FAULTS)
 
 
 def soak_strategy(
     strategy: str, hours: float, model: str | None, options: Options, console: Console
 ) -> int:
-    """The soak that STRATEGY=, --hours and MODEL= ask for; as `soak`."""
+    """Run the soak of STRATEGY=, --hours and MODEL=. Return the same as `soak`."""
     return soak(plan_soak(strategy, hours, model, options), console)
 
 
-def soak(what: Soak, console: Console) -> int:
-    """Train both runs, judge them; 0 if nothing grew, nothing became slower and the losses agree.
+def soak(plan: Soak, console: Console) -> int:
+    """Train and judge both runs. Return 0 if nothing grew, nothing became slower and the losses agree.
 
     Raises:
-        LaunchError: It cannot run here, and nothing was written; or a run ended by itself.
+        LaunchError: The soak cannot run here, and nothing was written; or a run ended by itself.
     """
-    options = what.job.options
+    options = plan.job.options
     if options.dry_run:
-        return print_dry_run(what.launch)
-    make_sample(what.launch.data, console)
-    check_launch(what.launch)
-    ensure_initial_checkpoint(what.launch, console)
-    folder = options.runs / f"{utc_stamp()}-soak-{what.job.name}"
+        return print_dry_run(plan.launch)
+    make_sample(plan.launch.data, console)
+    check_launch(plan.launch)
+    ensure_initial_checkpoint(plan.launch, console)
+    folder = options.runs / f"{utc_stamp()}-soak-{plan.job.name}"
     folder.mkdir(parents=True)
-    with _Soaking(what, folder, console) as watch:
+    with _Soaking(plan, folder, console) as watch:
         reached = watch.train_undisturbed()
         faults = watch.train_disturbed(reached)
-    verdict = judge(folder, watch.readings, faults, what.every)
-    text = verdict.render(f"{what.job.target}, {what.hours:g} h")
+    verdict = judge(folder, watch.readings, faults, plan.every)
+    text = verdict.render(f"{plan.job.target}, {plan.hours:g} h")
     write_atomically(folder / TEXT_FILE, text + "\n")
     say(console, text)
     say(console, f"Soak: {relative_to_root(folder / TEXT_FILE)}")
@@ -126,7 +126,7 @@ def soak(what: Soak, console: Console) -> int:
 
 
 def plan_soak(strategy: str, hours: float, model: str | None, options: Options) -> Soak:
-    """Compose what both runs train: a schedule that is longer than they are, and checkpoints.
+    """Compose the launch of both runs, with checkpoints and a schedule that is longer than the runs.
 
     Raises:
         LaunchError: Strategy and model do not fit each other.
@@ -155,7 +155,7 @@ def plan_soak(strategy: str, hours: float, model: str | None, options: Options) 
 
 @dataclass
 class _Soaking:
-    """Starts launchers in the soak's folder, reads their processes now and then, and kills some."""
+    """Runner that starts launchers in the soak's folder, samples their processes, and kills some."""
 
     soak: Soak
     folder: Path
@@ -163,14 +163,14 @@ class _Soaking:
     readings: list[ProcessReading] = field(default_factory=list)
     _began: float = field(default_factory=time.monotonic)
     _start_seconds: float = 0.0
-    """Of a run, before its first iteration."""
+    """Seconds of a run before its first iteration."""
     _attempts: Counter[str] = field(default_factory=Counter)
     _logged_before: int = 0
     """Bytes of the log when this attempt began."""
 
     def __enter__(self) -> _Soaking:
         self._file = (self.folder / READINGS_FILE).open("w", newline="")
-        self._writer = csv.DictWriter(self._file, [each.name for each in fields(ProcessReading)])
+        self._writer = csv.DictWriter(self._file, [field.name for field in fields(ProcessReading)])
         self._writer.writeheader()
         return self
 
@@ -178,7 +178,7 @@ class _Soaking:
         self._file.close()
 
     def train_undisturbed(self) -> int:
-        """Train until the time is over, from the first iteration on; the last one.
+        """Train until the time after the first iteration is over. Return the last iteration.
 
         Raises:
             LaunchError: The run ended early, or did not reach its second checkpoint.
@@ -201,21 +201,21 @@ class _Soaking:
         return reached
 
     def train_disturbed(self, iterations: int) -> list[Fault]:
-        """Train as far again or to the soak's end, killing a process now and then; the faults, in order.
+        """Train to the same iteration or to the soak's end while killing processes. Return the faults in order.
 
         Raises:
-            LaunchError: A run ended that nobody killed, or was not over after a kill.
+            LaunchError: A run ended without a kill, or did not end after a kill.
         """
         choose, faults = random.Random(self.soak.job.options.seed), []
         folder, beyond = self.folder / DISTURBED, 0
-        # Both runs start, and --hours is of training.
+        # Both runs have a start-up, while --hours counts training only.
         end = self._began + 2 * self._start_seconds + self.soak.hours * 3600
         while _last_iteration(folder) < iterations and _lasts(folder, end, beyond):
             gap = choose.expovariate(1 / self.soak.mean_gap_seconds)
             with self._launched(DISTURBED, iterations) as run:
                 if self._watch(run, end, gap, beyond, inf if faults else iterations / 2):
                     faults.append(fault := self._strike(run, choose))
-                    beyond = fault.iteration + 1  # Whose line is an average.
+                    beyond = fault.iteration + 1  # The line of this iteration is an average.
                     self._say(
                         f"{fault.killed} killed at iteration {fault.iteration}: {fault.status}"
                     )
@@ -224,14 +224,14 @@ class _Soaking:
 
     @contextmanager
     def _launched(self, run: str, iterations: int) -> Iterator[Victim]:
-        """What trains or resumes a run; it is asked to stop, and has ended, at the end."""
+        """Yield a launcher that trains or resumes a run. On exit the launcher is asked to stop and has ended."""
         options, folder = self.soak.job.options, self.folder / run
         self._attempts[run] += 1
         folder.mkdir(exist_ok=True)
         log = folder / records.LOG_FILE
         self._logged_before = log.stat().st_size if log.is_file() else 0
         asked = replace(options, iterations=iterations, run_folder=folder.absolute())
-        # What make was given is the soak's.
+        # Variables on the command line of make are for the soak, not for its runs.
         variables = {**format_variables(asked), "REPEATS": "", "MAKEFLAGS": ""}
         with (self.folder / f"{run}.txt").open("ab") as output:
             launcher = launch((self.soak.job.target,), {**os.environ, **variables}, output)
@@ -248,7 +248,7 @@ class _Soaking:
         """Read processes until the run or the time is over; True where one is to be killed before that:
         `gap` seconds after there is something to resume from, and by an iteration at the latest."""
         due = None
-        # The last one leaves time to see that the run trains on.
+        # After the last fault there must be time to see that the run continues training.
         last_due = end - self.soak.mean_gap_seconds
         while run.launcher.poll() is None and _lasts(run.folder, end, beyond):
             self._read(run)
@@ -257,11 +257,11 @@ class _Soaking:
                 due = due if due <= last_due else inf
             if due and (due <= time.monotonic() or _last_iteration(run.folder) >= latest):
                 return True
-            left = min(due or inf, end) - time.monotonic()
-            time.sleep(min(READ_SECONDS, max(0.1, left)))
+            seconds_left = min(due or inf, end) - time.monotonic()
+            time.sleep(min(READ_SECONDS, max(0.1, seconds_left)))
         if run.launcher.poll() not in (None, 0):
-            said = (self.folder / f"{run.folder.name}.txt").read_text(errors="replace")
-            last = " ".join(said.splitlines()[-3:]) or "it said nothing"
+            printed = (self.folder / f"{run.folder.name}.txt").read_text(errors="replace")
+            last = " ".join(printed.splitlines()[-3:]) or "it said nothing"
             raise LaunchError(f"The {run.folder.name} run ended by itself: {last}")
         return False
 
@@ -280,7 +280,7 @@ class _Soaking:
         return Fault(struck - self._began, iteration, killed, status.status, status.reason, took)
 
     def _trains(self, run: Victim) -> bool:
-        """Whether this attempt has logged an iteration, and there is something to resume from."""
+        """Return True if this attempt has logged an iteration and a checkpoint exists."""
         stored = find_checkpoints(run.folder / records.CHECKPOINTS_FOLDER)
         begun = _last_iteration(run.folder, self._logged_before) > 0
         return begun and any(checkpoint.is_finished for checkpoint in stored)
@@ -313,27 +313,27 @@ class _Soaking:
 
 
 def _lasts(run: Path, end: float, beyond: int) -> bool:
-    """Until the time is over, and on a slow machine until the run is beyond its last fault."""
+    """Return True until the time is over, and on a slow machine until the run has passed its last fault."""
     late = time.monotonic() - end
     return late < 0 or (_last_iteration(run) <= beyond and late < OF_A_RUN)
 
 
 def _last_iteration(run: Path, begin_bytes: int = 0) -> int:
-    """In a run's log, or in what it has from a byte on; 0 before the first."""
+    """Return the last iteration in a run's log from `begin_bytes` on; 0 if there is none."""
     log = run / records.LOG_FILE
     if not log.is_file():
         return 0
-    # From near the end: a long log is not read as a whole every few seconds.
+    # Only the end is read, because a long log would otherwise be read in full every few seconds.
     begin = max(begin_bytes, log.stat().st_size - _TAIL_BYTES)
     with closing(LogFollower(log, begin)) as follower:
-        return max((found.iteration for found in follower.new_iterations()), default=0)
+        return max((iteration.iteration for iteration in follower.new_iterations()), default=0)
 
 
 _CONTROL = np.random.default_rng(0).permutation(100_000)
 
 
 def control_seconds() -> float:
-    """Processor time of a piece of work that is always the same: what the machine's load makes of it."""
+    """Return the processor time of a fixed piece of work, which depends only on the machine's load."""
     began = time.thread_time()
     np.sort(_CONTROL)
     return time.thread_time() - began

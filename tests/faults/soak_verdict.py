@@ -1,4 +1,4 @@
-"""What a soak's readings say: what grew, what became slower, whether the losses agree."""
+"""Verdict on the readings of a soak: what grew, what became slower, and whether the losses agree."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ UNDISTURBED, DISTURBED = "undisturbed", "disturbed"
 """Names of the two runs' folders."""
 
 MEMORY_LIMIT = 0.01
-"""By how much of itself the least of the last third may be above the most of the first."""
+"""Fraction by which the minimum of the last third may exceed the maximum of the first third."""
 MEMORY_FLOOR_BYTES = 1 << 20
-"""Less is no growth of a process however small: an allocator takes memory in such pieces."""
+"""Bytes below which memory of a small process does not count as growth, because allocators use blocks of this size."""
 
 _FEWEST_WINDOWS = 3
 
 
 @dataclass(frozen=True)
 class ProcessReading:
-    """One process of a run at one moment; a line of `readings.csv`."""
+    """A process of a run at a moment; a line of `readings.csv`."""
 
     run: str
     attempt: int
     seconds: float
-    """Since the soak began."""
+    """Seconds since the start of the soak."""
     iteration: int
     process: str
     memory_bytes: int
-    """Resident."""
+    """Resident memory."""
     descriptors: int
     """Open file descriptors."""
     processor_seconds: float
     control_seconds: float
     """Processor time that a fixed piece of work took at this moment."""
     load: float
-    """The machine's, over a minute."""
+    """Load of the machine over a minute."""
 
 
 @dataclass(frozen=True)
@@ -60,42 +60,42 @@ class Fault:
     status: Status
     reason: str
     over_seconds: float
-    """Until no process of the run was left."""
+    """Seconds until no process of the run remained."""
 
 
 @dataclass(frozen=True)
 class Steadiness:
-    """One process of the undisturbed run: its least memory and its usual descriptors in the first and
-    the last third of its readings.
+    """A process of the undisturbed run: its minimum memory and median descriptors in the first and the last
+    third of its readings.
 
-    What a save or an evaluation takes for a while comes and goes; a leak raises the least. The first
-    quarter of the readings is left out: caches fill and the optimizer's state appears.
+    Memory of a save or an evaluation is temporary, while a leak raises the minimum. The first quarter of the
+    readings is left out, because caches fill and the optimizer state is created.
     """
 
     process: str
     memory_bytes: tuple[int, int]
     fluctuation_bytes: int
-    """Between its least and its most memory in the first of the two."""
+    """Difference between maximum and minimum memory in the first third."""
     descriptors: tuple[int, int]
 
     @property
     def growth(self) -> float:
-        """Of memory, as a ratio."""
+        """Growth of memory as a ratio."""
         first, last = self.memory_bytes
         return last / first
 
     @property
     def is_steady(self) -> bool:
-        """Whether neither grew: memory beyond what it reached, by more than the limit."""
+        """True if descriptors did not grow, and memory did not exceed its earlier peak by more than the limit."""
         first, last = self.memory_bytes
-        most = first + self.fluctuation_bytes
-        memory = last - most <= max(MEMORY_FLOOR_BYTES, MEMORY_LIMIT * most)
+        highest = first + self.fluctuation_bytes
+        memory = last - highest <= max(MEMORY_FLOOR_BYTES, MEMORY_LIMIT * highest)
         return memory and self.descriptors[1] <= self.descriptors[0]
 
 
 @dataclass(frozen=True)
 class Losses:
-    """The disturbed run's beside the undisturbed one's."""
+    """Comparison of the disturbed run's losses with those of the undisturbed run."""
 
     compared: int
     first_other: int | None
@@ -108,47 +108,47 @@ class Losses:
 
 @dataclass(frozen=True)
 class SoakVerdict:
-    """Of both runs."""
+    """Verdict on both runs of a soak."""
 
     processes: tuple[Steadiness, ...]
     wall: TimeComparison | None
-    """An iteration's time, the second half's over the first's; None with too few iterations."""
+    """Ratio of iteration time of the second half over the first; None with too few iterations."""
     processor: TimeComparison | None
-    """The same of the ranks' processor time over that of the control."""
+    """Ratio of the ranks' processor time relative to the control, second half over first."""
     losses: Losses
     faults: tuple[Fault, ...]
     load: tuple[float, float]
 
     @property
     def slows(self) -> bool:
-        """Whether the ranks need more processor time for an iteration, more than repeats scatter by."""
-        found = self.processor
-        if found is None or found.verdict is not TimeVerdict.SLOWER:
+        """True if the processor time per iteration grew by more than the scatter of repeats."""
+        comparison = self.processor
+        if comparison is None or comparison.verdict is not TimeVerdict.SLOWER:
             return False
-        return found.ratio > 1 + ON_CPU_RANKS.assumed
+        return comparison.ratio > 1 + ON_CPU_RANKS.assumed
 
     @property
     def recovered(self) -> bool:
-        """Whether the disturbed run came beyond the iteration of every fault, or to the end."""
+        """True if the disturbed run passed the iteration of every fault, or reached the end."""
         last = self.losses.last
         return last == self.losses.end or all(fault.iteration < last for fault in self.faults)
 
     @property
     def held(self) -> bool:
-        """Whether nothing is to be said against it."""
+        """True if the soak passed every check."""
         good = self.losses.first_other is None and self.recovered
-        return good and not self.slows and all(each.is_steady for each in self.processes)
+        return good and not self.slows and all(process.is_steady for process in self.processes)
 
     def render(self, title: str) -> str:
-        """Markdown."""
-        parts = [f"# Soak: {title}", "\n".join(f"- {said}" for said in self.sentences())]
+        """Return the verdict as Markdown."""
+        parts = [f"# Soak: {title}", "\n".join(f"- {sentence}" for sentence in self.sentences())]
         parts.append(markdown_table(Table(_PROCESSES, self.processes)))
         if self.faults:
             parts.append(markdown_table(Table(_FAULTS, self.faults)))
         return "\n\n".join(parts)
 
     def sentences(self) -> list[str]:
-        """Losses, times, and under what load."""
+        """Yield sentences on losses, times and load."""
         low, high = self.load
         drifts = "the run becomes slower" if self.slows else "no drift"
         drifts = drifts if self.processor else "not judged"
@@ -174,7 +174,7 @@ class SoakVerdict:
 def judge(
     folder: Path, readings: Sequence[ProcessReading], faults: Sequence[Fault], every: int
 ) -> SoakVerdict:
-    """Judge the two runs in a soak's folder; windows of `every` iterations hold a save each."""
+    """Judge the two runs in a soak's folder. Each window of `every` iterations contains a save."""
     alone = [reading for reading in readings if reading.run == UNDISTURBED]
     wall, processor = drift(alone, every)
     loads = [reading.load for reading in readings]
@@ -192,33 +192,33 @@ def judge(
 
 
 def compare_losses(whole: dict[int, float], resumed: dict[int, float]) -> Losses:
-    """Line by line, where both have one that is no average."""
+    """Compare losses at the iterations for which both runs have a line that is not an average."""
     common = sorted(whole.keys() & resumed.keys())
     other = next((number for number in common if whole[number] != resumed[number]), None)
     return Losses(len(common), other, max(common, default=0), max(whole, default=0))
 
 
 def steadiness(readings: Sequence[ProcessReading]) -> tuple[Steadiness, ...]:
-    """Of each process that was read often enough, from the first iteration on."""
+    """Return the steadiness of each process with enough readings since the first iteration."""
     trained = [reading for reading in readings if reading.iteration]
-    found = []
+    processes = []
     for process in sorted({reading.process for reading in trained}):
-        own = [reading for reading in trained if reading.process == process]
-        settled = own[len(own) // 4 :]
+        readings_of_process = [reading for reading in trained if reading.process == process]
+        settled = readings_of_process[len(readings_of_process) // 4 :]
         third = len(settled) // 3
         if third:
             ends = settled[:third], settled[-third:]
-            first, last = (min(each.memory_bytes for each in end) for end in ends)
-            most = max(each.memory_bytes for each in ends[0])
-            before, after = (int(median(each.descriptors for each in end)) for end in ends)
-            found.append(Steadiness(process, (first, last), most - first, (before, after)))
-    return tuple(found)
+            first, last = (min(item.memory_bytes for item in end) for end in ends)
+            highest = max(item.memory_bytes for item in ends[0])
+            before, after = (int(median(item.descriptors for item in end)) for end in ends)
+            processes.append(Steadiness(process, (first, last), highest - first, (before, after)))
+    return tuple(processes)
 
 
 def drift(
     readings: Sequence[ProcessReading], every: int
 ) -> tuple[TimeComparison | None, TimeComparison | None]:
-    """Wall time, and processor time over the control's, of the second half over the first.
+    """Return the ratio of the second half over the first for wall time and for processor time over the control's.
 
     In windows of `every` iterations, the first of which is left out.
     """
@@ -227,18 +227,18 @@ def drift(
         if reading.iteration and reading.process.startswith("rank "):
             moments.setdefault(reading.seconds, []).append(reading)
     ranks = max(map(len, moments.values()), default=0)
-    whole = [each for each in moments.values() if len(each) == ranks]
-    # np.interp needs numbers that rise: the first reading of each iteration.
-    rising = {each[0].iteration: each for each in reversed(whole)}
+    whole = [moment for moment in moments.values() if len(moment) == ranks]
+    # np.interp needs increasing numbers, so the first reading of each iteration is used.
+    rising = {moment[0].iteration: moment for moment in reversed(whole)}
     numbers = sorted(rising)
     edges = np.arange(2 * every, (numbers or [0])[-1] + 1, every)
     half = (len(edges) - 1) // 2
     if half < _FEWEST_WINDOWS:
         return None, None
     seconds = [rising[number][0].seconds for number in numbers]
-    spent = [sum(each.processor_seconds for each in rising[number]) for number in numbers]
+    spent = [sum(reading.processor_seconds for reading in rising[number]) for number in numbers]
     control = [rising[number][0].control_seconds for number in numbers]
-    # The control is read in an instant: of a window the median of the readings in it.
+    # A reading of the control is a momentary value, so the median of a window's readings is used.
     middle = [
         median([c for n, c in zip(numbers, control, strict=True) if low <= n < high] or control)
         for low, high in pairwise(edges)
@@ -253,10 +253,10 @@ def _halves(windows: np.ndarray[tuple[int], np.dtype[np.float64]], half: int) ->
     return compare_within_runs([values[:half]], [values[-half:]], np.median)
 
 
-def _ratio(found: TimeComparison | None) -> str:
-    if found is None:
+def _ratio(comparison: TimeComparison | None) -> str:
+    if comparison is None:
         return "too few iterations"
-    return f"×{bracketed(found.ratio, found.low, found.high, '.3f')}, {found.verdict}"
+    return f"×{bracketed(comparison.ratio, comparison.low, comparison.high, '.3f')}, {comparison.verdict}"
 
 
 _PROCESSES: tuple[Column[Steadiness], ...] = (

@@ -1,4 +1,4 @@
-"""What is saved resumes exactly, in its own strategy and in others; what is damaged is noticed."""
+"""Checkpoints resume exactly in their strategy and in others, and damaged checkpoints are detected."""
 
 import pytest
 
@@ -13,9 +13,7 @@ EVERY = ("baseline", "dp2", "tp2", "sp2", "cp2", "pp2", "vpp2", "zero1", "ep2")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", EVERY)
-def test_a_run_that_ended_early_resumes_to_the_last_digit_with_dropout(
-    kit: Kit, strategy: str
-) -> None:
+def test_run_with_dropout_resumes_with_identical_losses(kit: Kit, strategy: str) -> None:
     early = kit.train(strategy, ITERS=str(SAVE_EVERY))
     assert early.status.status is Status.OK, early.output
     resumed = kit.resume(early.folder)
@@ -24,23 +22,23 @@ def test_a_run_that_ended_early_resumes_to_the_last_digit_with_dropout(
 
 
 @pytest.fixture(scope="module")
-def saved_as_tp2(kit: Kit) -> Ended:
+def checkpointed_tp2_run(kit: Kit) -> Ended:
     return kit.train("tp2", ITERS=str(SAVE_EVERY), DROPOUT="0")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["pp2", "cp2", "dp2", "sp2", "baseline"])
-def test_saved_as_tp2_it_resumes_in_any_layout_with_the_same_losses(
-    kit: Kit, saved_as_tp2: Ended, strategy: str
+def test_tp2_checkpoint_resumes_in_any_strategy_with_the_same_losses(
+    kit: Kit, checkpointed_tp2_run: Ended, strategy: str
 ) -> None:
-    resumed = kit.resume(saved_as_tp2.folder, "--strategy", strategy)
+    resumed = kit.resume(checkpointed_tp2_run.folder, "--strategy", strategy)
     assert resumed.exit_code == 0, resumed.output
-    assert resumed.folder != saved_as_tp2.folder
+    assert resumed.folder != checkpointed_tp2_run.folder
     agree_to_the_printed_digit(resumed.run, kit.whole_curve("tp2", DROPOUT="0"))
 
 
 @pytest.mark.slow
-def test_sharded_optimizer_states_resume_in_a_layout_that_shards_them_too(kit: Kit) -> None:
+def test_sharded_optimizer_state_resumes_in_another_sharded_strategy(kit: Kit) -> None:
     alone = {"DROPOUT": "0", "MICRO_BATCH": "1"}
     saved = kit.train("zero1", 4, ITERS=str(SAVE_EVERY), **alone)
     resumed = kit.resume(saved.folder, "--strategy", "tp2dp2-zero1", **alone)
@@ -49,7 +47,7 @@ def test_sharded_optimizer_states_resume_in_a_layout_that_shards_them_too(kit: K
 
 
 def agree_to_the_printed_digit(resumed: Run, whole: Curve) -> None:
-    """Or one beside it; and to the end."""
+    """Assert that losses differ by at most a unit of the last printed digit, up to the last iteration."""
     ours = loss_curve(resumed)
     assert max(ours) == max(whole)
     assert len(ours.keys() & whole.keys()) >= 9
@@ -59,7 +57,7 @@ def agree_to_the_printed_digit(resumed: Run, whole: Curve) -> None:
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_is_passed_over_with_a_message_for_the_one_before(kit: Kit) -> None:
+def test_damaged_checkpoint_is_skipped_with_a_message_for_the_previous_one(kit: Kit) -> None:
     early = kit.train("dp2", ITERS="8")
     newest, before = find_checkpoints(early.folder / CHECKPOINTS_FOLDER)
     file = max(newest.path.glob("*.distcp"), key=lambda path: path.stat().st_size)
@@ -68,7 +66,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_message_for_the_one_before(k
         opened.write(b"\x00\xff" * 64)
     resumed = kit.resume(early.folder)
     assert resumed.exit_code == 0, resumed.output
-    words = " ".join(resumed.output.split())
-    assert f"{newest.path.name} is passed over: {file.name}" in words
+    output = " ".join(resumed.output.split())
+    assert f"{newest.path.name} is passed over: {file.name}" in output
     assert resumed.run.restarts == (before.iteration + 1,)
     same_losses(resumed.run, kit.whole_curve("dp2"))

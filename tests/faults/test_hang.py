@@ -1,4 +1,4 @@
-"""A stalled rank: noticed and named, and the stacks of all ranks are kept."""
+"""A stalled rank is detected and named, and the stacks of all ranks are stored."""
 
 import time
 from math import ceil
@@ -11,14 +11,14 @@ from tests.faults.runs import ITERATIONS, Kit, same_losses
 
 
 def longer_than_any_start(kit: Kit, strategy: str) -> int:
-    """Seconds that a run in order is never silent for on this machine: twice a whole one takes."""
+    """Return seconds for which a healthy run is never silent on this machine: twice the time of a full run."""
     whole = kit.undisturbed_run(strategy).status.wall_seconds
     return max(25, ceil(2 * (whole or 0)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["dp2", "pp2"])
-def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_be_resumed(
+def test_stopped_rank_is_named_with_stacks_and_the_run_can_be_resumed(
     kit: Kit, strategy: str
 ) -> None:
     seconds = longer_than_any_start(kit, strategy)
@@ -31,8 +31,8 @@ def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_be_resumed(
     assert f"nothing was logged for {seconds} s. Rank 1 " in status.reason
     assert "was stopped by a signal" in status.reason
     stacks = ended.folder / records.STACKS_FOLDER
-    left = ["rank0.pkl", "rank0.txt", "rank1.pkl", "rank1.txt", records.STOPPED_FILE]
-    assert sorted(path.name for path in stacks.iterdir()) == left
+    stack_files = ["rank0.pkl", "rank0.txt", "rank1.pkl", "rank1.txt", records.STOPPED_FILE]
+    assert sorted(path.name for path in stacks.iterdir()) == stack_files
     assert all("train" in path.read_text() for path in stacks.glob("rank*.txt"))
     assert ended.run.log.iterations
     resumed = kit.resume(ended.folder)
@@ -41,7 +41,7 @@ def test_a_stopped_rank_is_named_its_stacks_are_kept_and_the_run_can_be_resumed(
 
 
 @pytest.mark.slow
-def test_a_run_that_only_pauses_is_not_ended(kit: Kit) -> None:
+def test_run_that_only_pauses_is_not_stopped(kit: Kit) -> None:
     victim = kit.start("dp2", HANG_TIMEOUT=str(longer_than_any_start(kit, "dp2")))
     victim.wait_for("iteration        5/")
     stopped = victim.ranks[0]

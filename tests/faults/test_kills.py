@@ -30,7 +30,7 @@ def killed(shared_runs: SharedRuns) -> Killed:
 
 @pytest.fixture
 def undisturbed(shared_runs: SharedRuns) -> Path:
-    """The folder of the same run when nothing happens to it."""
+    """Return the folder of the same run without a fault."""
     return shared_runs.runs["undisturbed"].folder
 
 
@@ -56,7 +56,7 @@ def judged_rightly(status: StatusRecord, who: str) -> None:
         assert status.reason.startswith("The supervisor of torchrun was killed by SIGKILL")
 
 
-def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undisturbed_one(
+def test_resume_after_a_killed_rank_gives_the_losses_of_an_undisturbed_run(
     killed: Killed, undisturbed: Path
 ) -> None:
     folder = Path(killed.folder)
@@ -65,13 +65,13 @@ def test_a_killed_rank_ends_the_run_and_a_resume_gives_the_losses_of_an_undistur
     assert (killed.exit_code, killed.resumed_folder) == (0, killed.folder), killed.output
     resumed = load_folder(folder)
     assert read_status(folder).status is Status.OK
-    # A busy machine kills late: more than the first of three saves may be there.
+    # On a busy machine the kill comes late, so more than the first of three saves may exist.
     assert killed.saved_iteration in range(SAVE_EVERY, ITERATIONS, SAVE_EVERY)
     assert resumed.restarts == (killed.saved_iteration + 1,)
     same_losses(resumed, loss_curve(load_folder(undisturbed)))
 
 
-def test_torchrun_ends_the_others_and_names_the_rank_that_was_killed(tmp_path: Path) -> None:
+def test_torchrun_stops_the_other_ranks_and_names_the_killed_rank(tmp_path: Path) -> None:
     rank = "[ $RANK = 0 ] || kill -9 $BASHPID; exec sleep 3600"
     command = (*torchrun_command(2, sys.executable), "--no-python", "bash", "-c", rank)
     with RankProcesses(command, {}, tmp_path / LOG_FILE) as ranks:
@@ -82,7 +82,7 @@ def test_torchrun_ends_the_others_and_names_the_rank_that_was_killed(tmp_path: P
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_run_that_was_asked_to_stop_resumes_as_well(kit: Kit, number: signal.Signals) -> None:
+def test_run_that_was_asked_to_stop_can_be_resumed(kit: Kit, number: signal.Signals) -> None:
     victim = kit.start("dp2")
     victim.wait_for("iteration        6/")
     victim.launcher.send_signal(number)
@@ -95,22 +95,20 @@ def test_a_run_that_was_asked_to_stop_resumes_as_well(kit: Kit, number: signal.S
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_whichever_process_is_killed_at_any_time_the_run_can_be_resumed(
-    kit: Kit, seed: int
-) -> None:
+def test_run_can_be_resumed_after_any_process_is_killed_at_any_time(kit: Kit, seed: int) -> None:
     choose = random.Random(1000 + seed)
     strategy, who = STRATEGIES[seed % len(STRATEGIES)], choose.choice(WHO)
     ended = struck(kit, strategy, who, *moment(seed))
-    if ended.status.status is not Status.OK:  # It may have been over when it was struck.
+    if ended.status.status is not Status.OK:  # The run may have ended before the kill.
         judged_rightly(ended.status, who)
     assert ended.run.log.iterations
     stored = find_checkpoints(ended.folder / CHECKPOINTS_FOLDER)
     finished = [checkpoint.iteration for checkpoint in stored if checkpoint.is_finished]
     resumed = kit.resume(ended.folder)
-    if "set ITERS= above" in resumed.output:  # The last checkpoint was already there.
+    if "set ITERS= above" in resumed.output:  # The last checkpoint existed already.
         assert finished[0] == ITERATIONS
         return
-    if not finished:  # Struck in the first save.
+    if not finished:  # The kill came during the first save.
         assert (resumed.exit_code, "start the run again" in resumed.output) == (2, True)
         return
     assert resumed.exit_code == 0, resumed.output
@@ -119,9 +117,7 @@ def test_whichever_process_is_killed_at_any_time_the_run_can_be_resumed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("who", ["rank 1", "torchrun", "launcher", "supervisor"])
-def test_before_the_first_checkpoint_nothing_is_left_but_a_run_that_cannot_be_resumed(
-    kit: Kit, who: str
-) -> None:
+def test_run_killed_before_its_first_checkpoint_cannot_be_resumed(kit: Kit, who: str) -> None:
     ended = struck(kit, "tp2", who, "initializing torch distributed", 0.0)
     judged_rightly(ended.status, who)
     refused = kit.resume(ended.folder)

@@ -1,4 +1,4 @@
-"""Disk, memory, data and ports that are not there any more, and numbers that are none."""
+"""Runs without disk space, memory, data or ports, and runs with NaN."""
 
 import os
 import shutil
@@ -20,13 +20,13 @@ from tests.faults.runs import SAVE_EVERY, Kit, same_losses
 
 pytestmark = pytest.mark.slow
 OVERRIDE = "--override-opt_param-scheduler"
-"""Megatron's spelling: what the command says counts, not what the checkpoint holds."""
+"""Flag in Megatron's spelling, by which values of the command replace those of the checkpoint."""
 MEMORY_GROUPS = Path("/sys/fs/cgroup/memory")
 
 
 @pytest.fixture
 def small_disk(kit: Kit, tmp_path: Path, starting_weights: Path) -> Iterator[Kit]:
-    """The kit with its runs on a disk of 400 MiB."""
+    """Return the kit with its runs on a disk of 400 MiB."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small disk needs root")
     disk = tmp_path / "disk"
@@ -43,18 +43,18 @@ def small_disk(kit: Kit, tmp_path: Path, starting_weights: Path) -> Iterator[Kit
 
 
 def fill(disk: Path, but_for_bytes: int) -> Path:
-    """Take all room but for some bytes."""
+    """Fill the disk except for some bytes."""
     filler = disk / "filler"
     with filler.open("wb") as file:
         while (room := shutil.disk_usage(disk).free - but_for_bytes) > 0:
-            with suppress(OSError):  # The run writes as well.
+            with suppress(OSError):  # The run writes at the same time.
                 size = file.seek(0, os.SEEK_END)
                 os.posix_fallocate(file.fileno(), size, room)
     return filler
 
 
-@pytest.mark.parametrize(("while_doing", "left_bytes"), [("saving", 8 << 20), ("logging", 0)])
-def test_a_full_disk_ends_the_run_and_once_there_is_room_it_resumes(
+@pytest.mark.parametrize(("while_doing", "left_bytes"), [("saving", 1 << 20), ("logging", 0)])
+def test_full_disk_ends_the_run_which_resumes_once_there_is_space(
     kit: Kit, small_disk: Kit, while_doing: str, left_bytes: int
 ) -> None:
     victim = small_disk.start("dp2")
@@ -71,7 +71,7 @@ def test_a_full_disk_ends_the_run_and_once_there_is_room_it_resumes(
     same_losses(resumed.run, kit.whole_curve("dp2"))
 
 
-def test_removed_data_do_not_disturb_a_run_and_its_resume_says_what_is_missing(
+def test_removed_data_do_not_disturb_a_run_and_its_resume_names_the_missing_file(
     kit: Kit, tmp_path: Path
 ) -> None:
     data = copied_data(kit, tmp_path)
@@ -79,15 +79,15 @@ def test_removed_data_do_not_disturb_a_run_and_its_resume_says_what_is_missing(
     victim.wait_for("iteration        6/")
     data.with_suffix(".bin").unlink()
     ended = victim.end()
-    assert ended.status.status is Status.OK  # The kernel keeps what is mapped.
+    assert (
+        ended.status.status is Status.OK
+    )  # The kernel keeps mapped data after the file is removed.
     refused = kit.resume(ended.folder, ITERS="20")
     assert refused.exit_code == 2
     assert data.name in refused.output
 
 
-def test_data_that_become_shorter_kill_a_rank_and_the_reason_says_so(
-    kit: Kit, tmp_path: Path
-) -> None:
+def test_truncated_data_kill_a_rank_and_the_reason_names_them(kit: Kit, tmp_path: Path) -> None:
     data = copied_data(kit, tmp_path)
     victim = kit.start("dp2", DATA=str(data))
     victim.wait_for("iteration        6/")
@@ -101,11 +101,11 @@ def test_data_that_become_shorter_kill_a_rank_and_the_reason_says_so(
     same_losses(resumed.run, kit.whole_curve("dp2"))
 
 
-def test_a_rank_that_may_have_no_more_memory_is_named(kit: Kit) -> None:
+def test_rank_at_its_memory_limit_is_named(kit: Kit) -> None:
     victim = kit.start("dp2", MICRO_BATCH="4", GLOBAL_BATCH="8")
-    # The first iteration takes what later ones use again (`GLIBC_TUNABLES` of CPU ranks).
+    # The first iteration allocates memory that later iterations reuse (`GLIBC_TUNABLES` of CPU ranks).
     victim.wait_for("before the start of training step")
-    # Less than it has: what it holds stays, and all that is new is refused.
+    # The limit is below what the rank holds. Held memory stays, and every new allocation is refused.
     victim.ranks[1].rlimit(psutil.RLIMIT_AS, (1 << 20, 1 << 20))
     ended = victim.end()
     assert (ended.status.status, ended.status.rank) == (Status.OUT_OF_MEMORY, 1), ended.status
@@ -117,20 +117,20 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_named(kit: Kit) -> None:
     victim = kit.start("dp2")
     victim.wait_for("initializing torch distributed")
     with memory_group() as group:
-        # What it holds stays with the group it came from; the model is still to come.
-        (group / "memory.limit_in_bytes").write_text(str(32 << 20))
+        # Memory that the rank holds stays accounted to its earlier group. The model is not allocated yet.
+        (group / "memory.limit_in_bytes").write_text(str(4 << 20))
         (group / "cgroup.procs").write_text(str(victim.ranks[1].pid))
         ended = victim.end()
     assert (ended.status.status, ended.status.rank) == (Status.OUT_OF_MEMORY, 1), ended.status
     assert "killed by the kernel" in ended.status.reason
 
 
-def test_numbers_that_are_none_stop_the_run_and_name_a_rank(kit: Kit) -> None:
+def test_nan_stops_the_run_and_names_a_rank(kit: Kit) -> None:
     victim = kit.start("dp2")
     victim.wait_for("iteration        6/")
     victim.ranks[0].kill()
     folder = victim.end().folder
-    # The first update multiplies every weight by what no float holds.
+    # The first update multiplies every weight by a value beyond the range of floats.
     ended = kit.resume(folder, EXTRA=f"--weight-decay 1e38 {OVERRIDE}")
     assert ended.status.status is Status.NAN, ended.output
     assert ended.status.rank is not None
@@ -142,16 +142,16 @@ def test_numbers_that_are_none_stop_the_run_and_name_a_rank(kit: Kit) -> None:
     same_losses(resumed.run, kit.whole_curve("dp2"))
 
 
-def test_a_taken_port_is_not_needed(kit: Kit) -> None:
+def test_occupied_default_port_is_not_needed(kit: Kit) -> None:
     with socket.socket() as taken:
         taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        taken.bind(("", 29500))  # torchrun's and Megatron's default.
+        taken.bind(("", 29500))  # This is the default port of torchrun and Megatron.
         taken.listen()
         assert kit.train("dp2", ITERS="2", SAVE_EVERY="").status.status is Status.OK
 
 
 def groups_are_enforced() -> bool:
-    """Whether a process that takes far more than its group may is killed here."""
+    """Return True if this machine kills a process that exceeds the memory limit of its group."""
     if not os.access(MEMORY_GROUPS, os.W_OK):
         return False
     take = "input(); held = bytearray(64 << 20)"

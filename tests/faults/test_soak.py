@@ -1,4 +1,4 @@
-"""`make bench NAME=soak`: both runs for real, and what is refused before either."""
+"""`make bench NAME=soak` with real runs, and requests that are refused before a run starts."""
 
 import subprocess
 import sys
@@ -15,6 +15,7 @@ from parakit.launch.options import Options
 from tests.faults.runs import Kit
 from tests.faults.soak import READINGS_FILE, TEXT_FILE, Soak, _Soaking, plan_soak
 from tests.given import given
+from tests.small import SMALL
 
 
 def soaked(variables: dict[str, str]) -> Soak:
@@ -42,16 +43,18 @@ def test_a_soak_that_cannot_be_composed_is_refused(
         soaked(variables)
 
 
-def test_experts_are_soaked_in_the_model_that_has_them() -> None:
+def test_soak_of_expert_parallelism_uses_a_model_with_experts() -> None:
     ep2 = soaked({"STRATEGY": "ep2", "ARGS": "--hours=1"})
     dp4 = soaked({"STRATEGY": "dp4", "ARGS": "--hours=1"})
-    assert [each.job.target for each in (ep2, dp4)] == [
+    assert [plan.job.target for plan in (ep2, dp4)] == [
         "train-ep2-moe-tiny-2cpu",
         "train-dp4-gpt2-tiny-4cpu",
     ]
 
 
-def test_start_up_is_no_part_of_the_hours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hours_of_a_soak_exclude_the_start_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock, ends = [0.0], []
     watch = _Soaking(
         soaked({"STRATEGY": "dp2", "ARGS": "--hours=1"}), tmp_path, Console(quiet=True)
@@ -77,7 +80,7 @@ def test_start_up_is_no_part_of_the_hours(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.slow
-def test_a_soak_reaches_the_undisturbed_losses_whatever_was_killed(
+def test_soak_with_killed_processes_reaches_the_undisturbed_losses(
     kit: Kit, tmp_path: Path
 ) -> None:
     runs = tmp_path / "runs"
@@ -86,16 +89,17 @@ def test_a_soak_reaches_the_undisturbed_losses_whatever_was_killed(
     variables = {"NAME": "soak", "STRATEGY": "dp2", "ARGS": "--hours 0.04", "SAVE_EVERY": "4"}
     variables["RUNS"] = str(runs)
     variables["MAKEFLAGS"] = (
-        r" -- NAME=soak ARGS=--hours\ 0.04"  # As make says what stands on its command line.
+        r" -- NAME=soak ARGS=--hours\ 0.04"  # make exports the variables of its command line in this form.
     )
     ended = subprocess.run(
         (sys.executable, "-m", "parakit", "bench"),
         cwd=ROOT,
-        env={**kit.environment, **variables, "ITERS": ""},
+        env={**kit.environment, **variables, "ITERS": "", "EXTRA": " ".join(SMALL)},
         capture_output=True,
         text=True,
         check=False,
     )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
     (folder,) = runs.glob("2*-soak-dp2-gpt2-tiny-2cpu")
     text = (folder / TEXT_FILE).read_text()
     assert "all equal to the last digit" in text, ended.stdout

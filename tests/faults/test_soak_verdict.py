@@ -22,7 +22,7 @@ def reading(
     processor: float = 0.0,
     control: float = 1.0,
 ) -> ProcessReading:
-    """The `number`-th, ten iterations and 5 s after the one before."""
+    """Return reading `number`, which is ten iterations and 5 s after the previous reading."""
     return ProcessReading(
         UNDISTURBED,
         1,
@@ -38,44 +38,48 @@ def reading(
 
 
 def test_memory_that_settles_after_the_start_is_steady() -> None:
-    (found,) = steadiness([reading(n, megabytes=500 if n < 3 else 1000) for n in range(13)])
-    assert (found.process, found.memory_bytes, found.is_steady) == ("rank 0", (10**9, 10**9), True)
+    (process,) = steadiness([reading(n, megabytes=500 if n < 3 else 1000) for n in range(13)])
+    assert (process.process, process.memory_bytes, process.is_steady) == (
+        "rank 0",
+        (10**9, 10**9),
+        True,
+    )
 
 
-def test_growth_of_more_than_a_hundredth_is_named() -> None:
-    (found,) = steadiness([reading(n, megabytes=1000 + 3 * n) for n in range(1, 13)])
-    # Readings 4 to 12 are left after the first quarter: the least of 4 to 6 and of 10 to 12.
-    assert (found.memory_bytes, found.growth > 1.01, found.is_steady) == (
+def test_memory_growth_above_1_percent_is_reported() -> None:
+    (process,) = steadiness([reading(n, megabytes=1000 + 3 * n) for n in range(1, 13)])
+    # After the first quarter readings 4 to 12 remain. Compared are the minima of 4 to 6 and of 10 to 12.
+    assert (process.memory_bytes, process.growth > 1.01, process.is_steady) == (
         (1012 * 10**6, 1030 * 10**6),
         True,
         False,
     )
 
 
-def test_a_small_process_may_grow_by_less_than_an_allocators_piece() -> None:
-    def grown(most: int) -> Steadiness:
-        return Steadiness("sampler", (9_000_000, 9_000_000 + most), 0, (9, 9))
+def test_small_process_may_grow_by_less_than_an_allocator_block() -> None:
+    def grown(growth: int) -> Steadiness:
+        return Steadiness("sampler", (9_000_000, 9_000_000 + growth), 0, (9, 9))
 
     assert grown(100_000).is_steady
     assert not grown(2_000_000).is_steady
 
 
-def test_what_a_save_takes_for_a_while_is_no_growth() -> None:
-    (found,) = steadiness([reading(n, megabytes=1000 + 100 * (n % 3 > 0)) for n in range(1, 13)])
-    assert (found.memory_bytes, found.is_steady) == ((10**9, 10**9), True)
+def test_temporary_memory_of_a_save_is_no_growth() -> None:
+    (process,) = steadiness([reading(n, megabytes=1000 + 100 * (n % 3 > 0)) for n in range(1, 13)])
+    assert (process.memory_bytes, process.is_steady) == ((10**9, 10**9), True)
 
 
-def test_one_file_descriptor_more_is_a_leak() -> None:
-    (found,) = steadiness([reading(n, descriptors=9 + (n > 8)) for n in range(1, 13)])
-    assert (found.descriptors, found.is_steady) == ((9, 10), False)
+def test_single_additional_file_descriptor_is_a_leak() -> None:
+    (process,) = steadiness([reading(n, descriptors=9 + (n > 8)) for n in range(1, 13)])
+    assert (process.descriptors, process.is_steady) == ((9, 10), False)
 
 
 def test_readings_before_the_first_iteration_do_not_count() -> None:
     assert steadiness([reading(0), reading(0)]) == ()
 
 
-def test_drift_is_judged_by_processor_time_over_the_controls() -> None:
-    # From iteration 100 on everything takes twice as long, the control too: it is the machine.
+def test_drift_is_judged_by_processor_time_relative_to_the_control() -> None:
+    # From iteration 100 on everything takes twice as long, including the control, so the machine is the cause.
     spent = [n if n <= 10 else 10 + 2 * (n - 10) for n in range(21)]
     slow = [reading(n, processor=spent[n], control=1 + (n >= 10)) for n in range(21)]
     _, processor = drift(slow, every=10)
@@ -92,7 +96,7 @@ def test_drift_needs_three_windows_in_each_half() -> None:
     assert drift([], every=10) == (None, None)
 
 
-def test_losses_are_compared_to_the_last_digit_where_both_have_a_line() -> None:
+def test_losses_are_compared_exactly_at_iterations_of_both_runs() -> None:
     whole = {1: 10.5, 2: 10.25, 3: 10.125}
     # The line after a restart is an average, and is not in the curve.
     assert compare_losses(whole, {1: 10.5, 3: 10.125}).compared == 2
@@ -100,7 +104,7 @@ def test_losses_are_compared_to_the_last_digit_where_both_have_a_line() -> None:
     assert compare_losses(whole, {1: 10.5}).last == 1
 
 
-def test_a_verdict_says_what_held_and_under_what_load() -> None:
+def test_verdict_states_what_passed_and_the_load() -> None:
     losses = compare_losses({1: 10.5}, {1: 10.5})
     held = SoakVerdict((), None, None, losses, (), (2.0, 7.5))
     assert held.held
@@ -109,7 +113,7 @@ def test_a_verdict_says_what_held_and_under_what_load() -> None:
     assert "The machine's load was 2.0 to 7.5." in text
 
 
-def test_a_run_that_did_not_come_beyond_its_last_fault_has_not_recovered() -> None:
+def test_run_that_did_not_pass_its_last_fault_has_not_recovered() -> None:
     whole = {1: 10.5, 2: 10.25, 3: 10.125}
     two, three = (
         compare_losses(whole, {n: whole[n] for n in range(1, last + 1)}) for last in (2, 3)

@@ -1,4 +1,4 @@
-"""How a command ends."""
+"""Ends of commands, and Markdown on the terminal."""
 
 import io
 import os
@@ -43,5 +43,5 @@ def test_markdown_page_is_printed_with_tables_and_lists_and_without_images() -> 
     table = "| ms \\[95%\\] | b |\n| --- | --- |\n| 1.5 | x |"
     say_markdown(Console(file=written), f"# Sweep\n\n- first\n\n![Tokens](sweep.svg)\n\n{table}")
     lines = [line.strip() for line in written.getvalue().splitlines() if line.strip()]
-    said = [line for line in lines if "─" not in line]
-    assert said == ["Sweep", "• first", "ms [95%]  b", "1.5       x"]
+    text_lines = [line for line in lines if "─" not in line]
+    assert text_lines == ["Sweep", "• first", "ms [95%]  b", "1.5       x"]

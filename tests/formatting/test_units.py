@@ -1,4 +1,4 @@
-"""Values as people read them."""
+"""Formatting of values with units."""
 
 from __future__ import annotations
 

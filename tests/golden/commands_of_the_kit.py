@@ -1,4 +1,4 @@
-"""Runs the kit's commands in this process, as `python -m …` would, and compares what they print.
+"""Run the kit's commands in this process, as `python -m …` would, and compare their output with golden files.
 
 Only public commands are named here, so that these tests survive every move of a module. Regenerate all
 golden files, then read what `git diff tests/golden` shows:
@@ -36,15 +36,15 @@ BASE_ENVIRONMENT = {"COLUMNS": "100", "LANG": "C.UTF-8"}
 
 
 class Commands:
-    """Runs commands one after another, each in an environment of its own."""
+    """Runner of commands, each with a separate environment."""
 
     def __init__(
         self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], programs: Path
     ) -> None:
         self._monkeypatch, self._capfd, self._programs = monkeypatch, capfd, programs
 
-    def run(self, words: Sequence[str], environment: Mapping[str, str] = {}) -> tuple[int, str]:
-        """Exit code and output of `python -m MODULE ARGUMENTS`; errors after the rest."""
+    def run(self, command: Sequence[str], environment: Mapping[str, str] = {}) -> tuple[int, str]:
+        """Return exit code and output of `python -m MODULE ARGUMENTS`, with errors after the output."""
         self._capfd.readouterr()
         with self._monkeypatch.context() as patch:
             for name in os.environ:
@@ -57,17 +57,17 @@ class Commands:
                 patch.setenv(name, value)
             patch.chdir(ROOT)
             patch.setattr(os, "execve", _run_launch_script)
-            # What else runs on this machine decides nothing here.
+            # Other processes of this machine must not change the output.
             memory = psutil.virtual_memory()._replace(available=_FREE_BYTES)
             patch.setattr(psutil, "virtual_memory", lambda: memory)
             patch.setattr(model, "HUB", ROOT / "no models are imported")
-            code = _run_module(words)
+            code = _run_module(command)
         printed = self._capfd.readouterr()
         return code, printed.out + printed.err
 
 
-def _run_module(words: Sequence[str]) -> int:
-    module, *arguments = words
+def _run_module(command: Sequence[str]) -> int:
+    module, *arguments = command
     before = sys.argv
     sys.argv = [module, *arguments]
     try:
@@ -84,10 +84,10 @@ def _run_module(words: Sequence[str]) -> int:
     return 0
 
 
-def _run_launch_script(path: Path, words: Sequence[str], environment: Mapping[str, str]) -> None:
-    # In place of exec: what the script calls, without starting another Python for it.
+def _run_launch_script(path: Path, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    # Instead of exec, the arguments that the script calls are run in this process.
     answer = subprocess.run(
-        [path, *words[1:]],
+        [path, *command[1:]],
         env={**environment, "KIT_PYTHON": "/bin/echo"},
         capture_output=True,
         text=True,
@@ -95,12 +95,12 @@ def _run_launch_script(path: Path, words: Sequence[str], environment: Mapping[st
     )
     dash_m, *module_and_arguments = answer.stdout.split()
     assert dash_m == "-m"
-    print(f"{words[0]}:")
+    print(f"{command[0]}:")
     sys.exit(_run_module(module_and_arguments))
 
 
 def normalised(text: str, **places: Path) -> str:
-    """Without what belongs to this machine or moment; one flag of a command a line."""
+    """Return the text without values of this machine or moment, and with one flag of a command per line."""
     for name, path in {**places, "kit": ROOT}.items():
         text = text.replace(str(path), f"<{name}>")
     python = os.path.relpath(sys.executable, ROOT) if sys.executable else ".venv/bin/python"
@@ -119,17 +119,17 @@ def _reflowed(line: str) -> str:
     return re.sub(r" (?=--?[a-z])", "\n    ", line) if is_long_command else line
 
 
-def check_golden(path: Path, found: str) -> None:
+def check_golden(path: Path, text: str) -> None:
     """Compare with a golden file, or write it when `UPDATE_GOLDEN` is set."""
-    found = found.rstrip("\n") + "\n"
+    text = text.rstrip("\n") + "\n"
     if os.environ.get(UPDATE):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(found, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         return
     expected = path.read_text(encoding="utf-8") if path.exists() else ""
-    if found != expected:
+    if text != expected:
         name = str(path.relative_to(ROOT))
         lines = difflib.unified_diff(
-            expected.splitlines(), found.splitlines(), name, "now", lineterm=""
+            expected.splitlines(), text.splitlines(), name, "now", lineterm=""
         )
         pytest.fail("\n".join(list(lines)[:200]) + ADVICE, pytrace=False)

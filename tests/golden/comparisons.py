@@ -1,7 +1,7 @@
-"""The tables of `make compare-…` for run folders that are there: nothing is trained.
+"""Tables of `make compare-…` for existing run folders. Nothing is trained.
 
-The only file of these tests that names inner modules, because the public command trains what it does not
-find, and finds only what this machine made.
+This is the only file of these tests that imports inner modules, because the public command trains missing runs and
+accepts only runs of this machine.
 """
 
 from __future__ import annotations

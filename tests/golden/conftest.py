@@ -7,7 +7,7 @@ from tests.golden.commands_of_the_kit import Commands
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """This machine's programs without container engines, which decide what a command says."""
+    """Return a folder of this machine's programs without container engines, which would change the output."""
     folder = tmp_path_factory.mktemp("programs")
     for program in Path("/usr/bin").iterdir():
         if not program.name.startswith(("docker", "podman")):

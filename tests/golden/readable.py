@@ -1,4 +1,4 @@
-"""Pages, pictures, JSON and a report's figures as text that a golden file can hold and a reader can compare."""
+"""Conversion of pages, pictures, JSON and figures of a report into text for golden files."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ BLOCKS |= {"figcaption"}
 STRUCTURE = {"header", "section", "table", "thead", "tbody", "figure", "details", "nav", "main"}
 HIDDEN = {"style", "script", "metadata", "defs"}
 SAMPLES = 6
-"""Of a long list of numbers so many are shown at either end."""
+"""Number of values that are shown at either end of a long list."""
 
 LINE = 160
-"""What fits on so many characters is written on one line."""
+"""Longest value in characters that is written on a single line."""
 
 FIGURES = (
     *("label", "status", "iteration_ms_median", "iteration_ms_ci_low", "iteration_ms_ci_high"),
     *("tokens_per_second_per_device", "peak_memory_bytes", "comm_bytes_per_iteration"),
     *("final_loss", "parity"),
 )
-"""The columns of a report's row that a golden file holds; its verdict on speed comes after them."""
+"""Columns of a report's row in a golden file. The verdict on speed comes after them."""
 
 
 def page_as_text(page: str) -> str:
-    """Visible text of a page in its structure; of each inline picture its labels and counts."""
+    """Return the visible text of a page in its structure, and labels and counts of each inline picture."""
     reader = _PageReader()
     reader.feed(page)
     reader.close()
@@ -38,7 +38,7 @@ def page_as_text(page: str) -> str:
 
 
 def picture_as_text(picture: str) -> str:
-    """Labels of an SVG in their order, and how many elements of each kind it draws."""
+    """Return the labels of an SVG in their order, and the number of elements of each kind."""
     root = ElementTree.fromstring(picture)
     drawn: Counter[str] = Counter()
     labels: list[str] = []
@@ -81,12 +81,12 @@ def figures_as_text(text: str) -> str:
 
 
 def _figure(value: object) -> str:
-    """Return a value with six digits; nothing for what is not known."""
+    """Return a value with six digits, or an empty text if the value is unknown."""
     return f"{value:.6g}" if isinstance(value, float) else "" if value is None else str(value)
 
 
 def json_as_text(text: str) -> str:
-    """JSON, indented; floats to nine digits, and of long lists the ends."""
+    """Return indented JSON, with floats of nine digits and only the ends of long lists."""
     return "\n".join(_json_lines(_shortened(json.loads(text)), ""))
 
 
@@ -178,7 +178,7 @@ class _PageReader(HTMLParser):
 
     def _flush(self, name: str = "text") -> None:
         if name == "text" and self._open and self._open[-1] in ("td", "th"):
-            return  # Cells of a row stay on its line.
+            return  # Cells of a row stay on a single line.
         text = re.sub(r"\s+", " ", "".join(self._text)).strip()
         self._text = []
         if text:

@@ -1,4 +1,4 @@
-"""Every target's command line, plan and refusal, as text: `commands/<area>.txt`."""
+"""Command line, plan and refusal of every target, compared with `commands/<area>.txt`."""
 
 import re
 import shlex
@@ -42,11 +42,11 @@ EXPERTS = (
 TP2_CPU, TP2_GPU = "train-tp2-gpt2-tiny-2cpu", "train-tp2-gpt2-large-2gpu"
 DP2_CPU = "train-dp2-gpt2-tiny-2cpu"
 FIRST_LINES = 10
-"""Of a command in the area of that name: what its user reads first."""
+"""Number of lines that are compared of a command in the area of that name."""
 
 
 def target(name: str, settings: str = "") -> str:
-    """A dry run of a target, as a line that a shell would take."""
+    """Return the shell line of a target's dry run."""
     return f"DRY_RUN=1 {settings} {LAUNCH} {name}".replace("  ", " ")
 
 
@@ -194,17 +194,17 @@ AREAS: dict[str, list[str]] = {
 
 
 @pytest.mark.parametrize("area", AREAS)
-def test_commands_print_what_they_always_did(
+def test_printed_text_of_commands_equals_the_golden_files(
     area: str, commands: Commands, sample_prefix: Path
 ) -> None:
     parts = []
     for line in AREAS[area]:
-        words = shlex.split(line.replace("<data>", str(sample_prefix)))
-        settings = [word for word in words if re.match(r"[A-Z_]+=", word)]
+        command = shlex.split(line.replace("<data>", str(sample_prefix)))
+        settings = [word for word in command if re.match(r"[A-Z_]+=", word)]
         environment = dict(word.split("=", 1) for word in settings)
-        code, printed = commands.run(words[len(settings) :], environment)
+        code, printed = commands.run(command[len(settings) :], environment)
         if "DRY_RUN=1" in settings:
-            printed, code = _without_what_this_machine_lacks(line, printed, code)
+            printed, code = _without_machine_dependent_refusals(line, printed, code)
         text = _without_this_machine(normalised(printed, data=sample_prefix))
         if area == "first-lines":
             text = "\n".join(text.splitlines()[:FIRST_LINES])
@@ -219,13 +219,13 @@ _COMMAND = re.compile(r' --tensorboard-dir |tools\.cli "\$\{words')
 """The last line of a command: Megatron's, or a Slurm job's."""
 
 
-def _without_what_this_machine_lacks(line: str, printed: str, code: int) -> tuple[str, int]:
-    """A dry run without the refusals after its commands that another machine would not give.
+def _without_machine_dependent_refusals(line: str, printed: str, code: int) -> tuple[str, int]:
+    """Return a dry run without the refusals after its commands that depend on the machine.
 
     Those of a target for GPUs all go: here there are none, or others, or no data for them.
     """
     lines = printed.splitlines()
-    commands = [place for place, text in enumerate(lines) if _COMMAND.search(text)]
+    commands = [index for index, text in enumerate(lines) if _COMMAND.search(text)]
     if not commands:
         return printed, code
     end = commands[-1] + 1
@@ -236,8 +236,8 @@ def _without_what_this_machine_lacks(line: str, printed: str, code: int) -> tupl
 
 def _without_this_machine(text: str) -> str:
     text = re.sub(r"This machine: .*", "This machine: …", text)
-    # Whether the data set is there, and its content, which follows from the version of Python.
+    # The lines state whether the data set exists, and its content, which depends on the version of Python.
     text = re.sub(r"'?(\S+/\.data/)\S+-(?:<its hash>|[0-9a-f]{12})'?", r"\1…", text)
-    # The last column of `list`: what this machine's memory allows, and with it the table's width.
+    # The last column of `list` depends on this machine's memory, and so does the table's width.
     text = re.sub(r"(?m)( \d+/\d+)  (all .*|too large|\w+(?:, \w+)*)$", r"\1  …", text)
     return re.sub(r"(?s)^(This machine: …\n) *(Models\n.*? )─+\n", r"\1\2───\n", text)

@@ -16,12 +16,12 @@ def folders(starts: tuple[str, ...]) -> list[Path]:
     return [next(RUNS.glob(f"20261122T{start}-*")) for start in starts]
 
 
-@pytest.mark.parametrize("what", ["zero", "backends", "moe"])
-def test_a_comparison_says_what_it_always_did(what: str) -> None:
-    if what == "zero":
+@pytest.mark.parametrize("comparison", ["zero", "backends", "moe"])
+def test_comparison_equals_its_golden_file(comparison: str) -> None:
+    if comparison == "zero":
         text = render_zero(folders(ZERO))
-    elif what == "backends":
+    elif comparison == "backends":
         text = render_backends(folders(BACKENDS))
     else:
         text = render_moe(sorted((HERE / "runs-moe").glob("2*")))
-    check_golden(HERE / "reports" / f"compare-{what}.md", text)
+    check_golden(HERE / "reports" / f"compare-{comparison}.md", text)

@@ -20,10 +20,10 @@ from tests.golden.readable import figures_as_text, json_as_text, page_as_text, p
 RUNS = HERE / "runs"
 LOGS = sorted((ROOT / "tests/reporting/logs").glob("*.log"))
 ENDINGS = ("011710Z-tp2", "011717Z-pp2")
-"""A run that crashed and one that was interrupted; beside the strategies they would be pooled."""
+"""A crashed and an interrupted run. In the report of the strategies they would be pooled with other runs."""
 
 EXPLAINED = ("010857Z-tp2", "011032Z-pp2", "010731Z-zero3", "011638Z-ep2")
-"""Runs that `explain` is asked about: one for each kind of communication."""
+"""Runs for `explain`, one per kind of communication."""
 
 SETS = {
     "strategies": lambda runs: [p for p in runs if not p.name[9:].startswith(ENDINGS)],
@@ -32,18 +32,18 @@ SETS = {
 }
 
 WIDTHS = {"strategies": ("120",), "endings": ("80", "120"), "logs": ("80", "120")}
-"""Of the terminal; building the large report twice would cost more than it shows."""
+"""Widths of the terminal. The large report has a single width, because building it twice takes long."""
 
 
 @pytest.fixture
 def runs(tmp_path: Path) -> list[Path]:
-    """A copy, so that nothing is written beside the golden files."""
+    """Return copies of the run folders, so that nothing is written into the golden files' folder."""
     shutil.copytree(RUNS, tmp_path / "runs")
     return sorted((tmp_path / "runs").glob("2*"))
 
 
 @pytest.mark.parametrize("which", SETS)
-def test_a_report_says_and_draws_what_it_always_did(
+def test_report_equals_its_golden_files(
     which: str, runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     paths = list(map(str, SETS[which](runs)))
@@ -71,7 +71,7 @@ def test_a_report_says_and_draws_what_it_always_did(
     }
 
 
-def test_explain_says_what_it_always_did(
+def test_explain_equals_its_golden_file(
     runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     paths = [str(path) for path in runs if path.name[9:].startswith(EXPLAINED)]
@@ -80,7 +80,7 @@ def test_explain_says_what_it_always_did(
     _check("strategies", "explain.txt", printed, tmp_path)
 
 
-def test_scrape_prints_what_it_always_did(
+def test_scrape_equals_its_golden_files(
     runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     logs = [str(path / "log.txt") for path in runs] + list(map(str, LOGS))
@@ -94,7 +94,7 @@ def test_scrape_prints_what_it_always_did(
 
 
 @pytest.mark.parametrize("run", ["pp2", "ep2"])
-def test_a_trace_is_drawn_as_it_always_was(
+def test_trace_equals_its_golden_file(
     run: str, runs: list[Path], tmp_path: Path, commands: Commands
 ) -> None:
     (folder,) = (p for p in SETS["strategies"](runs) if re.search(rf"Z-{run}-", p.name))

@@ -4,6 +4,7 @@ Calls of groups of several ranks are counted from the third training step on. A 
 the first call after the first one's. What a fault met is in `fired<rank>.json` of the run folder.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -32,7 +33,7 @@ IS_SECOND = len(FAULTS) > 1 and int(FAULTS[1][1]) == OWN
 FIRST_STEP = 3
 USERS = "/home/me/hook.py"
 PAUSE_SECONDS = 1.5
-STALLS = ("sleep", "loop", "stop", "kill", "link")
+STALLS = ("sleep", "loop", "stop", "kill", "link", "leave", "c")
 REDUCTIONS = ("allreduce", "_reduce_scatter_base", "reduce_scatter_single")
 POINT_TO_POINT = ("send", "recv")
 SIZED = (*REDUCTIONS, "_allgather_base", "all_gather_single")
@@ -60,9 +61,9 @@ def site() -> tuple[str, int | None]:
     if node is None:
         return running[-1] if running else ("", None)
     number = node._sequence_nr()
-    inside = [each for each in spans if each[0] <= number < each[1]]
+    inside = [span for span in spans if span[0] <= number < span[1]]
     if inside:
-        return min(inside, key=lambda each: each[1] - each[0])[2:]
+        return min(inside, key=lambda span: span[1] - span[0])[2:]
     # What is computed again, by a function that is no module: that of the module that has it done.
     return again[-1] if again else ("", None)
 
@@ -78,8 +79,8 @@ def is_due() -> bool:
 def fire(method: str, first: dict[str, Any] | None = None) -> None:
     global has_fired  # noqa: PLW0603 - read by every method
     has_fired = True
-    said = {"rank": OWN, "step": steps, "call": calls, "held": first, **met(method)}
-    (FOLDER / f"fired{OWN}.json").write_text(json.dumps(said))
+    record = {"rank": OWN, "step": steps, "call": calls, "held": first, **met(method)}
+    (FOLDER / f"fired{OWN}.json").write_text(json.dumps(record))
     print(f"fault: rank {OWN}", flush=True)
 
 
@@ -92,10 +93,10 @@ def met(method: str) -> dict[str, Any]:
         frames.append(f"{code.co_filename}:{frame.f_lineno} {code.co_name}")
         frame = frame.f_back  # type: ignore[assignment]
     module, layer = site()
-    ours = [each for each in frames if "/megatron/" in each]
+    ours = [line for line in frames if "/megatron/" in line]
     is_backward = torch._C._current_autograd_node() is not None
-    found = {"kind": KIND, "method": method, "module": module, "layer": layer, "frames": ours}
-    return found | {"is_backward": is_backward}
+    call_site = {"kind": KIND, "method": method, "module": module, "layer": layer, "frames": ours}
+    return call_site | {"is_backward": is_backward}
 
 
 def stall() -> None:
@@ -105,6 +106,11 @@ def stall() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if KIND == "link":
         subprocess.run(("ip", "link", "set", os.environ["GLOO_SOCKET_IFNAME"], "down"), check=True)
+    if KIND == "leave":
+        os._exit(0)
+    if KIND == "c":
+        # A signal ends this wait, as it ends many that libraries make.
+        ctypes.CDLL(None).sleep(1000)
     while KIND == "loop":
         pass
     while KIND in ("sleep", "data"):
@@ -114,15 +120,17 @@ def stall() -> None:
 def every_tensor(value: Any, change: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return change(value)
-    return [every_tensor(one, change) for one in value] if isinstance(value, list) else value
+    return [every_tensor(item, change) for item in value] if isinstance(value, list) else value
 
 
 def another_group(group: ProcessGroup) -> ProcessGroup | None:
     world = distributed_c10d._world
-    members = {each: set(places) for each, places in world.pg_group_ranks.items()}
-    others = [g for g in world.pg_map if g.size() > 1 and g is not group and OWN in members[g]]
-    others.sort(key=lambda each: members[each] == members[group])
-    return others[0] if others else None
+    members = {process_group: set(places) for process_group, places in world.pg_group_ranks.items()}
+    other_groups = [
+        g for g in world.pg_map if g.size() > 1 and g is not group and OWN in members[g]
+    ]
+    other_groups.sort(key=lambda other_group: members[other_group] == members[group])
+    return other_groups[0] if other_groups else None
 
 
 def made_after(first: Any, original: Any, group: ProcessGroup, args: list[Any]) -> Any:
@@ -157,14 +165,14 @@ def wrapped(original: Any, name: str) -> Any:
             return original(group, *args, **kwargs)
         calls += steps >= FIRST_STEP
         if held:
-            first, method_of, *rest = held.pop()
-            if name not in POINT_TO_POINT and (rest[0], method_of) != (group, original):
+            first, method_of, *held_arguments = held.pop()
+            if name not in POINT_TO_POINT and (held_arguments[0], method_of) != (group, original):
                 fire(name, first)
                 done = original(group, *args, **kwargs)
                 done.wait()
-                method_of(*rest)
+                method_of(*held_arguments)
                 return done
-            method_of(*rest)
+            method_of(*held_arguments)
         if KIND == "pause" and calls % 7 == int(NUMBER) % 7 and steps >= 2:
             time.sleep(PAUSE_SECONDS)
         if not is_due():
@@ -258,8 +266,8 @@ def move_to_a_namespace() -> None:
 
 # The bench puts this file where its frames count as torch's: a call's place in the code is then what it
 # would be without it. Code that stops is the user's.
-for each in (stall, at_data):
-    each.__code__ = each.__code__.replace(co_filename=USERS)
+for function in (stall, at_data):
+    function.__code__ = function.__code__.replace(co_filename=USERS)
 if "WHY_HANG_LINK" in os.environ:
     move_to_a_namespace()
 if KIND != "none":

@@ -107,8 +107,8 @@ def small_data(folder: Path) -> Path:
     """The kit's sample in a small vocabulary."""
     prefix = folder / "sample_text_document"
     if not prefix.with_suffix(".bin").exists():
-        words = ("sample", "--output-prefix", str(folder / "sample"))
-        subprocess.run((sys.executable, "-m", "tools.preprocess", *words), cwd=ROOT, check=True)
+        arguments = ("sample", "--output-prefix", str(folder / "sample"))
+        subprocess.run((sys.executable, "-m", "tools.preprocess", *arguments), cwd=ROOT, check=True)
     small = folder / "small"
     small.mkdir(exist_ok=True)
     return folded(prefix, small)
@@ -167,16 +167,16 @@ class Bench:
                 execution.HangWatch = PatientWatch  # type: ignore[attr-defined]
             if case.kind == "link":
                 os.environ["WHY_HANG_LINK"] = linked(case)
-            with (launch.job.options.runs / "launcher.txt").open("w") as said:
-                os.dup2(said.fileno(), 1)
-                os.dup2(said.fileno(), 2)
-                execution.execute(launch, launch.job.options.runs, Console(), case.name)
+            with (launch.job.options.runs / "launcher.txt").open("w") as output:
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                execution.execute_launch(launch, launch.job.options.runs, Console(), case.name)
             status = 0
         finally:
             os._exit(status)
 
     def run(self, cases: list[Case], slots: int) -> None:
-        done = {one["case"] for one in rows(self.folder) if is_whole(self.folder, one)}
+        done = {row["case"] for row in rows(self.folder) if is_whole(self.folder, row)}
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         todo = [case for case in reversed(cases) if case.name not in done]
         busy: dict[int, tuple[Case, float, int]] = {}
@@ -184,7 +184,7 @@ class Bench:
             while todo or busy:
                 while todo and len(busy) < slots:
                     case = todo.pop()
-                    slot = min(set(range(slots)) - {one[2] for one in busy.values()})
+                    slot = min(set(range(slots)) - {entry[2] for entry in busy.values()})
                     busy[self.begin(case, slot)] = (case, time.time(), slot)
                 child, _ = os.waitpid(-1, os.WNOHANG)
                 if child in busy:
@@ -198,8 +198,8 @@ class Bench:
         finally:
             for child in busy:
                 os.kill(child, signal.SIGTERM)
-            for each in self.warm:
-                each.close()
+            for process in self.warm:
+                process.close()
 
     def disturb(self, child: int, case: Case) -> None:
         """What comes from outside into a healthy run: a request to end, or to say where it is."""
@@ -237,7 +237,7 @@ class Bench:
 def linked(case: Case) -> str:
     """Two network namespaces and a pair of interfaces between them; what the ranks are told."""
     prefix, subnet = names_of(case)
-    for words in (
+    for arguments in (
         f"netns add {prefix}0",
         f"netns add {prefix}1",
         f"link add {prefix}v0 netns {prefix}0 type veth peer name {prefix}v1 netns {prefix}1",
@@ -248,7 +248,7 @@ def linked(case: Case) -> str:
         *(f"-n {prefix}{side} link set {prefix}v{side} up" for side in (0, 1)),
         *(f"-n {prefix}{side} link set lo up" for side in (0, 1)),
     ):
-        subprocess.run(("ip", *words.split()), check=True)
+        subprocess.run(("ip", *arguments.split()), check=True)
     return f"{prefix} {subnet}"
 
 
@@ -264,14 +264,14 @@ def names_of(case: Case) -> tuple[str, str]:
 
 def ranks_of(log: Path) -> dict[int, psutil.Process]:
     """The ranks that print to a log."""
-    found = {}
+    process_by_rank = {}
     for process in psutil.process_iter(["name"]):
         name = process.info["name"]
         if name.startswith("rank") and name[4:].isdigit():
             output = Path(f"/proc/{process.pid}/fd/1")
             if output.exists() and output.resolve() == log.resolve():
-                found[int(name[4:])] = process
-    return found
+                process_by_rank[int(name[4:])] = process
+    return process_by_rank
 
 
 def is_whole(folder: Path, row: dict[str, Any]) -> bool:
@@ -284,8 +284,8 @@ def is_whole(folder: Path, row: dict[str, Any]) -> bool:
 
 def rows(folder: Path) -> list[dict[str, Any]]:
     path = folder / "cases.jsonl"
-    found = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return list({row["case"]: row for row in found}.values())
+    all_rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return list({row["case"]: row for row in all_rows}.values())
 
 
 def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
@@ -306,10 +306,10 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
         row |= {"said": HangDiagnosis(judge_hang(evidence), evidence).to_dict()}
     except UnreadableDumpError as error:
         row |= {"said": {"culprits": [], "suspects": [], "sentence": str(error), "kind": None}}
-    said, fired = row["said"], {one["rank"] for one in row["fired"]}
+    answer, fired = row["said"], {fault["rank"] for fault in row["fired"]}
     culprits = {status["rank"]} - {None}
     if is_hang or status["rank"] is None or is_seen:
-        culprits = set(said["culprits"])
+        culprits = set(answer["culprits"])
     if row["kind"] in (*HEALTHY, "pause"):
         return row | {"outcome": "false" if culprits else "nobody"}
     if not fired:
@@ -317,7 +317,7 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
     if status["status"] == "ok":
         return row | {"outcome": "no hang", "counts": False}
     if row["kind"] == "link":
-        is_right = said["kind"] == "entered and not completed by anybody"
+        is_right = answer["kind"] == "entered and not completed by anybody"
         outcome = "false" if culprits else "exact" if is_right else "undecided"
     elif culprits == fired:
         outcome = "exact"
@@ -332,15 +332,17 @@ def module_is_right(row: dict[str, Any]) -> bool:
     """Whether the module that is named is that of a fault, or holds it."""
     named = row["said"].get("module") or ""
     # Of two calls in the other order, each is out of place.
-    truth = {truth_of(each) for one in row["fired"] for each in (one, one.get("held") or one)}
-    return named in truth or any(named and each.startswith(f"{named}.") for each in truth)
+    truth = {
+        truth_of(part) for fault in row["fired"] for part in (fault, fault.get("held") or fault)
+    }
+    return named in truth or any(named and module.startswith(f"{named}.") for module in truth)
 
 
 def truth_of(fired: dict[str, Any]) -> str:
     """The part of the model that a fault met, in the tool's words."""
     module = fired["module"]
     if fired["kind"] in ("data", "raise") and any(
-        "forward_step" in each for each in fired["frames"]
+        "forward_step" in frame for frame in fired["frames"]
     ):
         return "data loading"
     inside = {
@@ -352,8 +354,8 @@ def truth_of(fired: dict[str, Any]) -> str:
         "embedding": "embedding",
         "output_layer": "output_layer",
     }
-    found = next((name for part, name in inside.items() if part in module), None)
-    return found or place_in(fired["frames"])
+    part_name = next((name for part, name in inside.items() if part in module), None)
+    return part_name or place_in(fired["frames"])
 
 
 def place_in(frames: list[str]) -> str:
@@ -370,45 +372,45 @@ def place_in(frames: list[str]) -> str:
 
 
 def line_of(row: dict[str, Any]) -> str:
-    truth = ",".join(f"{truth_of(one)}/{one['layer']}" for one in row.get("fired", ()))
-    said = row.get("said", {})
+    truth = ",".join(f"{truth_of(fault)}/{fault['layer']}" for fault in row.get("fired", ()))
+    answer = row.get("said", {})
     return (
         f"{row['case']} {row['layout']} [{row['fault']}] {row['outcome']} {row.get('seconds')} s "
-        f"module {row.get('module')}: {truth} vs {said.get('module')} | {said.get('sentence')} | "
+        f"module {row.get('module')}: {truth} vs {answer.get('module')} | {answer.get('sentence')} | "
         f"{row.get('status')} {row.get('named')} {str(row.get('reason'))[:160]}"
     )
 
 
-def table(found: list[dict[str, Any]], by: str) -> str:
+def table(scored_rows: list[dict[str, Any]], by: str) -> str:
     """A line of Markdown for each kind, or layout."""
     outcomes = ("exact", "part", "undecided", "false", "nobody", "no hang", "not reached", "no run")
     groups: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
-    for row in found:
+    for row in scored_rows:
         groups[row[by]].append(row)
     lines = [f"| {by} | run | {' | '.join(outcomes)} | module right |", "|---" * 11 + "|"]
     for name, group in groups.items():
         counts = Counter(row["outcome"] for row in group)
         modules = [row["module"] for row in group if row.get("module") is not None]
-        cells = " | ".join(str(counts[each] or "") for each in outcomes)
+        cells = " | ".join(str(counts[outcome] or "") for outcome in outcomes)
         lines.append(f"| {name} | {len(group)} | {cells} | {sum(modules)} of {len(modules)} |")
     return "\n".join(lines)
 
 
-def main(command: str, folder: Path, *words: str) -> None:
+def main(command: str, folder: Path, *arguments: str) -> None:
     if command == "run":
-        seed, cases, slots, *kinds = words
+        seed, cases, slots, *kinds = arguments
         chosen = tuple(kinds) or KINDS
         Bench(folder).run(list(drawn(int(seed), int(cases), chosen)), int(slots))
         return
-    found = [scored(folder, row) for row in rows(folder)]
-    for row in found:
+    scored_rows = [scored(folder, row) for row in rows(folder)]
+    for row in scored_rows:
         if (
-            not words
-            or row["outcome"] in words
-            or (words == ("module",) and row.get("module") is False)
+            not arguments
+            or row["outcome"] in arguments
+            or (arguments == ("module",) and row.get("module") is False)
         ):
             print(line_of(row))
-    print(table(found, "kind"), table(found, "layout"), sep="\n\n")
+    print(table(scored_rows, "kind"), table(scored_rows, "layout"), sep="\n\n")
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ class Job:
         """These ranks make the next call of a group."""
         for rank in ranks:
             mine = self.entries.setdefault(rank, [])
-            number = 1 + sum(one["process_group"][0] == group for one in mine)
+            number = 1 + sum(made_call["process_group"][0] == group for made_call in mine)
             mine.append(
                 {
                     "record_id": len(mine),

@@ -8,8 +8,8 @@ import pytest
 from parakit.hang.command import why_hang
 from parakit.hang.evidence import Progress
 from parakit.hang.gather import gather_evidence
-from parakit.hang.texts import ReportedTimeout, read_watchdog
 from parakit.hang.verdict import HangVerdict, judge_hang
+from parakit.hang.watchdog import UNNAMED_GROUP, ReportedTimeout, read_watchdog
 
 CAUGHT = "Watchdog caught collective operation timeout: WorkNCCL("
 TIMED_OUT = "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
@@ -35,10 +35,10 @@ def judge_log(folder: Path, *lines: str, name: str = "train.log") -> HangVerdict
     [
         # 1.12 counts no calls, and up to 2.1 nothing says whose rank it is.
         ((f"[E ProcessGroupNCCL.cpp:737] [Rank 1] {CAUGHT}OpType=ALLREDUCE, {TIMED_OUT}",),
-         1, "unknown to rank 1", 0, None),
+         1, UNNAMED_GROUP, 0, None),
         ((f"[E ProcessGroupNCCL.cpp:821] [Rank 1] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, "
           f"TensorShape=[4], {TIMED_OUT}",),
-         1, "unknown to rank 1", 7, None),
+         1, UNNAMED_GROUP, 7, None),
         # 2.2
         ((f"[rank5]:[E ProcessGroupNCCL.cpp:523] [Rank 1] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, "
           f"{SIZES}{TIMED_OUT}",),
@@ -154,8 +154,11 @@ def test_calls_of_two_numbers_that_torch_compared_accuse_nobody(tmp_path: Path) 
         "SequenceNumber=22, OpType=ALLREDUCE, TensorShape=[4], TensorDtypes=Float).",
     )
     assert verdict.culprits == ()
-    assert "Rank 0 is in all_reduce no. 22 of the group that torch compared" in verdict.sentence
-    assert "rank 3 is in all_reduce no. 18" in verdict.sentence
+    assert verdict.suspects == (0, 3)
+    assert "Rank 0 called all_reduce of [4] Float as no. 22" in verdict.sentence
+    assert (
+        "where rank 3 called all_reduce of [4] Float as no. 18: another number" in verdict.sentence
+    )
 
 
 def test_an_answer_without_a_name_says_who_waits_in_what_and_exits_with_1(
@@ -199,3 +202,108 @@ def test_a_job_at_work_names_nobody_and_exits_with_1(tmp_path: Path) -> None:
         "Ranks 0 and 1 are in training.py:9 in f."
         in judge_hang(gather_evidence([tmp_path])).sentence
     )
+
+
+def describe_timeout(rank: int, number: int, sizes: str = SIZES, time: str = "10:00:00") -> str:
+    """Return the two lines of a rank whose call in the group of all ranks timed out."""
+    prefix = f"[rank{rank}]:[E419 {time}.858931807 ProcessGroupNCCL.cpp:616]"
+    return (
+        f"{prefix} [Rank {rank}] {CAUGHT}SeqNum={number}, OpType=ALLREDUCE, {sizes}{TIMED_OUT}\n"
+        f"{prefix} [PG ID 0 PG GUID 0(default_pg) Rank {rank}] Exception (either an error or timeout) detected "
+        f"by watchdog at work: {number}, last enqueued NCCL work: {number}, last completed NCCL work: {number - 1}."
+    )
+
+
+def test_only_rank_without_lines_is_suspect_and_not_named(tmp_path: Path) -> None:
+    verdict = judge_log(tmp_path, *(describe_timeout(rank, 7) for rank in (1, 2, 3)))
+    assert (verdict.culprits, verdict.suspects, verdict.waiting) == ((), (0,), (1, 2, 3))
+    assert "Rank 0 left nothing, and ranks 1, 2 and 3 wait for it in all_reduce no. 7" in (
+        verdict.sentence
+    )
+
+
+def test_number_alone_is_no_other_operation(tmp_path: Path) -> None:
+    counts = describe_timeout(1, 7).splitlines()[1]
+    verdict = judge_log(tmp_path, describe_timeout(0, 7), counts)
+    assert verdict.kind is None
+    assert "Ranks 0 and 1 are in all_reduce no. 7" in verdict.sentence
+
+
+def test_sizes_that_differ_without_a_dtype_are_a_mismatch(tmp_path: Path) -> None:
+    other_sizes = "NumelIn=9, NumelOut=9, "
+    verdict = judge_log(tmp_path, describe_timeout(0, 7), describe_timeout(1, 7, other_sizes))
+    assert (verdict.culprits, verdict.suspects) == ((), (0, 1))
+    assert verdict.sentence.endswith("where rank 1 called all_reduce of [9]: another size.")
+
+
+def test_sizes_of_all_gather_show_how_many_ranks_wait(tmp_path: Path) -> None:
+    gathered = [
+        describe_timeout(rank, 7, "NumelIn=2, NumelOut=8, ").replace("ALLREDUCE", "_ALLGATHER_BASE")
+        for rank in (0, 2)
+    ]
+    verdict = judge_log(tmp_path, *gathered)
+    assert (verdict.suspects, verdict.waiting) == ((1, 3), (0, 2))
+
+
+def test_groups_that_each_rank_numbers_itself_are_not_joined(tmp_path: Path) -> None:
+    lines = [
+        f"[rank{rank}]:[E] [PG 1 Rank {rank % 2}] Timeout at NCCL work: {number}, last enqueued NCCL work: "
+        f"{number}, last completed NCCL work: {number - 1}."
+        for rank, number in ((0, 7), (1, 7), (2, 9))
+    ]
+    verdict = judge_log(tmp_path, *lines)
+    assert (verdict.culprits, verdict.suspects) == ((), ())
+
+
+def test_line_that_terminal_wrapped_is_read_whole(tmp_path: Path) -> None:
+    text = (
+        describe_timeout(0, 7)
+        .replace("NumelOut=4", "Num\nelOut=4")
+        .replace("last completed", "\nlast completed")
+    )
+    (timeout,) = read_watchdog(text.splitlines()).timeouts
+    assert (timeout.call.number, timeout.progress) == (7, Progress(7, 6))
+
+
+DESYNC = """     - [0] Timeout at collective: ALLREDUCE, #7
+     - To our best knowledge, the lagging/dead/mismatched ranks that caused the desync are:
+         [2] finished collective #6, but didn't join collective #7 (count from 1)
+     - Snapshot of ranks' latest states:
+       #7 started ranks:
+         [0,1,3] started ALLREDUCE
+       #6 finished ranks:
+         [2] finished ALLREDUCE"""
+NEVER_JOINED = """     - [0] Timeout at collective: ALLREDUCE, #1
+     - To our best knowledge, ranks [2] are the lagging ranks that caused this timeout. They never joined any
+     - Snapshot of ranks' latest states:
+       #1 started ranks:
+         [0,1,3] started ALLREDUCE"""
+
+
+@pytest.mark.parametrize(("report", "number"), [(DESYNC, 7), (NEVER_JOINED, 1)])
+def test_rank_that_torchs_report_on_group_calls_lagging_is_named(
+    tmp_path: Path, report: str, number: int
+) -> None:
+    verdict = judge_log(tmp_path, describe_timeout(0, number), report)
+    assert (verdict.culprits, verdict.waiting) == ((2,), (0, 1, 3))
+    assert f"never entered all_reduce no. {number}" in verdict.sentence
+
+
+@pytest.mark.parametrize(("time", "culprits"), [("09:58:00", (3,)), ("10:08:00", ())])
+def test_rank_whose_watchdog_was_blocked_is_named_if_that_came_before_timeouts(
+    tmp_path: Path, time: str, culprits: tuple[int, ...]
+) -> None:
+    stuck = (
+        f"[rank3]:[E419 {time}.393067540 ProcessGroupNCCL.cpp:1743] [PG ID 0 PG GUID 0(default_pg) Rank 3] "
+        "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
+    )
+    lines = [describe_timeout(rank, 7) for rank in (0, 1, 2)]
+    assert judge_log(tmp_path, stuck, *lines).culprits == culprits
+
+
+def test_folder_of_torchrun_shows_rank_of_log(tmp_path: Path) -> None:
+    folder = tmp_path / "attempt_0/7"
+    folder.mkdir(parents=True)
+    line = f"[E] [PG 3 Rank 1] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, {SIZES}{TIMED_OUT}\n"
+    (folder / "stderr.log").write_text(line)
+    assert judge_hang(gather_evidence([tmp_path])).waiting == (7,)

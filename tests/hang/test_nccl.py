@@ -11,8 +11,8 @@ import pytest
 
 from parakit.artifacts.run import LOG_FILE, Status
 from parakit.hang.gather import gather_evidence
-from parakit.hang.texts import read_watchdog
 from parakit.hang.verdict import HangKind, HangVerdict, judge_hang
+from parakit.hang.watchdog import read_watchdog
 from parakit.launch.supervise.exit_status import classify_exit
 from parakit.logs.diagnosis import diagnose_log
 
@@ -47,9 +47,13 @@ def verdict(*places: Path) -> HangVerdict:
 def test_the_rank_that_hung_is_named(
     cases: Path, case: str, culprit: int, kind: HangKind, module: str
 ) -> None:
-    found = verdict(cases / case)
-    assert (found.culprits, found.suspects, found.kind) == ((culprit,), (), kind)
-    assert found.module == module
+    hang_verdict = verdict(cases / case)
+    assert (hang_verdict.culprits, hang_verdict.suspects, hang_verdict.kind) == (
+        (culprit,),
+        (),
+        kind,
+    )
+    assert hang_verdict.module == module
 
 
 def test_dumps_without_what_is_done_still_say_how_far_each_rank_came(cases: Path) -> None:
@@ -58,7 +62,10 @@ def test_dumps_without_what_is_done_still_say_how_far_each_rank_came(cases: Path
     assert "left nothing" not in slept.sentence
     assert (skipped.culprits, skipped.suspects, skipped.kind) == ((), (2, 3), None)
     assert "Rank 2 completed all_reduce no. 113" in skipped.sentence
-    assert "rank 2 115, rank 3 116" in skipped.sentence
+    assert (
+        "The last calls in this group: rank 2 completed no. 113 and entered no. 115; "
+        "rank 3 completed no. 112 and entered no. 116." in skipped.sentence
+    )
 
 
 def test_of_a_log_alone_no_group_is_taken_for_whole(cases: Path) -> None:
@@ -103,18 +110,18 @@ def test_a_timeouts_line_that_counts_within_a_group_accuses_no_rank() -> None:
 @pytest.mark.parametrize("case", ["skip-active-only", "sleep-active-only"])
 def test_what_the_watchdog_brought_about_is_not_taken_for_the_cause(cases: Path, case: str) -> None:
     """After a timeout the loss was NaN, and torchrun killed a rank that did not end."""
-    found = diagnose_log(cases / case / LOG_FILE, 1, interrupted=False)
-    assert (found.status, found.rank) == (Status.CRASHED, None)
-    assert "NCCL timeout: it waited 60 s in ALLREDUCE no. " in found.reason
+    status = diagnose_log(cases / case / LOG_FILE, 1, interrupted=False)
+    assert (status.status, status.rank) == (Status.CRASHED, None)
+    assert "NCCL timeout: it waited 60 s in ALLREDUCE no. " in status.reason
 
 
 def test_a_run_that_the_watchdog_ended_says_who_hung(cases: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     shutil.copytree(cases / "skip-watchdog", folder)
-    found = classify_exit(folder, 1, interrupted=False)
-    assert (found.status, found.rank) == (Status.CRASHED, 2)
-    assert found.reason.startswith("Hang: Rank 2 (dp 1, tp 0) left the order of calls.")
-    assert found.reason.endswith("it waited 60 s in ALLREDUCE no. 113 after iteration 2")
+    status = classify_exit(folder, 1, interrupted=False)
+    assert (status.status, status.rank) == (Status.CRASHED, 2)
+    assert status.reason.startswith("Hang: Rank 2 (dp 1, tp 0) left the order of calls.")
+    assert status.reason.endswith("it waited 60 s in ALLREDUCE no. 113 after iteration 2")
 
 
 @pytest.mark.parametrize(
@@ -138,8 +145,8 @@ def test_what_came_before_a_timeout_is_its_cause(
     tmp_path: Path, before: tuple[str, ...], reason: str
 ) -> None:
     log = tmp_path / LOG_FILE
-    what = f"  what():  [Rank 1] {CAUGHT.replace('SeqNum=610, ', '')}"
-    log.write_text("\n".join((*before, what, "")))
-    found = diagnose_log(log, 1, interrupted=False)
-    assert found.status is Status.CRASHED
-    assert reason in found.reason
+    message = f"  what():  [Rank 1] {CAUGHT.replace('SeqNum=610, ', '')}"
+    log.write_text("\n".join((*before, message, "")))
+    status = diagnose_log(log, 1, interrupted=False)
+    assert status.status is Status.CRASHED
+    assert reason in status.reason

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from parakit.hang.evidence import Frame
 from parakit.hang.gather import gather_evidence
+from parakit.hang.place import locate_frames
 from parakit.hang.texts import is_stacks, read_stacks
 from parakit.hang.verdict import judge_hang
 from parakit.hang.waits import is_in_collective
@@ -73,10 +74,10 @@ def test_the_rank_that_loads_data_is_named_by_the_default_output_of_py_spy(tmp_p
 
 
 def test_paths_without_their_folder_are_torchs_and_megatrons() -> None:
-    assert is_in_collective(read_stacks(IN_ALL_REDUCE))
-    assert is_in_collective(read_stacks(IN_BARRIER))
-    assert not is_in_collective(read_stacks(IN_DATA_LOADING))
-    assert read_stacks(IN_ALL_REDUCE)[2:] == (
+    assert is_in_collective(read_stacks(IN_ALL_REDUCE).main)
+    assert is_in_collective(read_stacks(IN_BARRIER).main)
+    assert not is_in_collective(read_stacks(IN_DATA_LOADING).main)
+    assert read_stacks(IN_ALL_REDUCE).main[2:] == (
         Frame("train_step", "/megatron/training/training.py", 1234),
         Frame("<module>", "/work.py", 6),
     )
@@ -84,14 +85,14 @@ def test_paths_without_their_folder_are_torchs_and_megatrons() -> None:
 
 def test_the_main_thread_is_read_in_the_output_of_an_earlier_py_spy() -> None:
     assert is_stacks(OF_0_3_14)
-    assert read_stacks(OF_0_3_14)[0] == Frame("get_batch", "/megatron/training/utils.py", 3)
+    assert read_stacks(OF_0_3_14).main[0] == Frame("get_batch", "/megatron/training/utils.py", 3)
 
 
 def test_a_file_that_has_no_path_keeps_its_name() -> None:
     text = IN_BARRIER.replace(
         "torch/distributed/distributed_c10d.py", "<frozen importlib._bootstrap>"
     )
-    assert read_stacks(text)[0].file == "<frozen importlib._bootstrap>"
+    assert read_stacks(text).main[0].file == "<frozen importlib._bootstrap>"
 
 
 def test_a_rank_that_writes_a_checkpoint_waits_in_no_collective() -> None:
@@ -103,3 +104,39 @@ def test_a_rank_that_writes_a_checkpoint_waits_in_no_collective() -> None:
     assert not is_in_collective((writing, planning, logger))
     assert not is_in_collective((serializing, writing, logger))
     assert is_in_collective((gathering, planning, logger))
+
+
+def test_thread_of_autograd_is_where_rank_is(tmp_path: Path) -> None:
+    in_backward = """Thread 1 (idle): "MainThread"
+    _engine_run_backward (torch/autograd/graph.py:824)
+    backward (torch/autograd/__init__.py:353)
+    backward_step (megatron/core/pipeline_parallel/schedules.py:400)
+Thread 2 (active): "Dummy-3"
+    all_reduce (torch/distributed/distributed_c10d.py:2800)
+    _reduce (megatron/core/tensor_parallel/mappings.py:35)
+"""
+    for rank, text in enumerate((in_backward, in_backward, IN_DATA_LOADING)):
+        (tmp_path / f"rank{rank}.txt").write_text(text)
+    verdict = judge_hang(gather_evidence([tmp_path]))
+    assert (verdict.culprits, verdict.waiting) == ((2,), (0, 1))
+    assert "the workers of its data loader" in verdict.next_step
+
+
+def test_hook_of_user_is_shown_before_megatrons_line_that_called_it() -> None:
+    frames = (
+        Frame("sleep", "/usr/lib/python3.12/threading.py", 1),
+        Frame("stall", "/home/me/hook.py", 3),
+        Frame("_call_impl", "/venv/lib/python3.12/site-packages/torch/nn/modules/module.py", 9),
+        Frame("forward", "/venv/lib/python3.12/site-packages/megatron/core/mlp.py", 300),
+    )
+    assert locate_frames(frames).line == "hook.py:3 in stall, called by mlp.py:300 in forward"
+
+
+def test_code_of_training_loop_is_no_startup() -> None:
+    frames = (
+        Frame("check", "/home/me/hook.py", 3),
+        Frame("train", "/m/megatron/training/training.py", 3400),
+        Frame("pretrain", "/m/megatron/training/training.py", 1100),
+    )
+    assert locate_frames(frames).part == "the training loop"
+    assert locate_frames(frames[2:]).part == "start-up"

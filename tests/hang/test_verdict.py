@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from parakit.artifacts.run import STOPPED_FILE
+from parakit.artifacts.run import ASKED_FILE, STOPPED_FILE
 from parakit.hang.command import why_hang
 from parakit.hang.dumps import UnreadableDumpError, read_dump
 from parakit.hang.evidence import Frame, RankEvidence, RecordedCall, StepStage
@@ -49,15 +49,19 @@ def test_the_rank_that_never_entered_is_named_with_group_call_and_all_who_wait(
         job.call((0, 1), "1")
     job.call((0,), "3", done=False, size=100, line=2, function="train_step")
     job.call((1,), "4", done=False, size=100, line=2, function="train_step")
-    found = verdict(job, tmp_path)
-    assert (found.verdict, found.kind) == (HangOutcome.HANG, HangKind.NEVER_ENTERED)
-    assert (found.culprits, found.suspects, found.waiting) == ((3,), (), (0, 1, 2))
-    assert found.sentence.startswith(
+    hang_verdict = verdict(job, tmp_path)
+    assert (hang_verdict.verdict, hang_verdict.kind) == (HangOutcome.HANG, HangKind.NEVER_ENTERED)
+    assert (hang_verdict.culprits, hang_verdict.suspects, hang_verdict.waiting) == (
+        (3,),
+        (),
+        (0, 1, 2),
+    )
+    assert hang_verdict.sentence.startswith(
         "Rank 3 (dp 1, tp 1) never entered all_reduce no. 14 of its tensor-parallel group, in which "
         "rank 2 waits (forward (mlp), mappings.py:1 in _reduce)"
     )
-    assert found.sentence.endswith("3 ranks wait for rank 3, in 3 groups.")
-    assert found.module == "mlp"
+    assert hang_verdict.sentence.endswith("3 ranks wait for rank 3, in 3 groups.")
+    assert hang_verdict.module == "mlp"
     evidence = replace(gather_evidence([tmp_path]), stage=StepStage(4, 1))
     assert "forward of layer 2 (mlp)" in judge_hang(evidence).sentence
 
@@ -72,9 +76,9 @@ def test_another_call_is_shown_beside_the_usual_one(
     job = four()
     job.call((0,), "1", done=False)
     job.call((1,), "1", done=False, **more)  # type: ignore[arg-type]
-    found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits) == (HangKind.OTHER_COLLECTIVE, (1,))
-    assert f"another {differs}" in found.sentence
+    hang_verdict = verdict(job, tmp_path)
+    assert (hang_verdict.kind, hang_verdict.culprits) == (HangKind.OTHER_COLLECTIVE, (1,))
+    assert f"another {differs}" in hang_verdict.sentence
 
 
 def test_a_rank_that_skipped_a_call_is_told_from_the_one_that_waits_in_it(tmp_path: Path) -> None:
@@ -90,25 +94,32 @@ def test_a_rank_that_skipped_a_call_is_told_from_the_one_that_waits_in_it(tmp_pa
     job.call((2,), "0", size=1, line=3, function="train_step", done=False)
     job.entries[0][-1].update(state="completed", retired=True)
     job.call((0,), "0", size=1, line=3, function="train_step", done=False)
-    found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits) == (HangKind.OTHER_COLLECTIVE, (0,))
-    assert "left the order of calls" in found.sentence
+    hang_verdict = verdict(job, tmp_path)
+    assert (hang_verdict.kind, hang_verdict.culprits) == (HangKind.OTHER_COLLECTIVE, (0,))
+    assert "left the order of calls" in hang_verdict.sentence
 
 
 def test_a_call_that_all_entered_and_nobody_completed_accuses_nobody(tmp_path: Path) -> None:
     job = four()
     job.call((0, 1), "1", done=False)
-    found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits, found.suspects) == (HangKind.NOT_COMPLETED, (), (0, 1))
+    hang_verdict = verdict(job, tmp_path)
+    assert (hang_verdict.kind, hang_verdict.culprits, hang_verdict.suspects) == (
+        HangKind.NOT_COMPLETED,
+        (),
+        (0, 1),
+    )
 
 
 def test_the_one_whose_device_has_not_begun_what_others_have_is_named(tmp_path: Path) -> None:
     job = four()
     job.call((0, 1), "1", done=False)
     job.entries[0][-1]["state"] = "started"
-    found = verdict(job, tmp_path)
-    assert (found.culprits, found.waiting) == ((1,), (0,))
-    assert "Rank 1 (dp 0, tp 1) entered, and its device never began, all_reduce" in found.sentence
+    hang_verdict = verdict(job, tmp_path)
+    assert (hang_verdict.culprits, hang_verdict.waiting) == ((1,), (0,))
+    assert (
+        "Rank 1 (dp 0, tp 1) entered, and its device never began, all_reduce"
+        in hang_verdict.sentence
+    )
 
 
 def test_calls_that_a_coalescing_manager_joined_fit_together(tmp_path: Path) -> None:
@@ -140,16 +151,16 @@ def test_a_rank_whose_dump_is_missing_is_named_only_if_others_wait_for_it(tmp_pa
     job = Job({"0": (WORLD, range(4))})
     job.call(range(4), "0")
     job.call((0, 1), "0", done=False)
-    found = verdict(job, tmp_path / "two", without=(2, 3))
-    assert (found.culprits, found.suspects) == ((), (2, 3))
+    hang_verdict = verdict(job, tmp_path / "two", without=(2, 3))
+    assert (hang_verdict.culprits, hang_verdict.suspects) == ((), (2, 3))
 
 
 def test_two_roots_are_both_named(tmp_path: Path) -> None:
     job = four()
     job.call((0,), "1", done=False)
     job.call((2,), "2", done=False)
-    found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits) == (HangKind.TWO_ROOTS, (1, 3))
+    hang_verdict = verdict(job, tmp_path)
+    assert (hang_verdict.kind, hang_verdict.culprits) == (HangKind.TWO_ROOTS, (1, 3))
 
 
 def test_a_job_at_work_and_one_that_ended_accuse_nobody(tmp_path: Path) -> None:
@@ -157,8 +168,12 @@ def test_a_job_at_work_and_one_that_ended_accuse_nobody(tmp_path: Path) -> None:
     assert verdict(job, tmp_path / "ended").verdict is HangOutcome.NONE
     job.call((0,), "1", done=False)
     job.entries[0][-1]["time_created_ns"] = START + 59 * SECOND
-    found = verdict(job, tmp_path / "at work")
-    assert (found.verdict, found.culprits, found.suspects) == (HangOutcome.SLOW, (), ())
+    hang_verdict = verdict(job, tmp_path / "at work")
+    assert (hang_verdict.verdict, hang_verdict.culprits, hang_verdict.suspects) == (
+        HangOutcome.SLOW,
+        (),
+        (),
+    )
 
 
 def test_pauses_that_come_back_are_no_hang(tmp_path: Path) -> None:
@@ -178,8 +193,8 @@ def test_what_the_launcher_saw_stopped_is_named_though_it_went_on_for_its_dump(
     job = four()
     step(job)
     (job.write(tmp_path) / STOPPED_FILE).write_text("2")
-    found = judge_hang(gather_evidence([tmp_path]))
-    assert (found.culprits, "stopped by a signal" in found.sentence) == ((2,), True)
+    hang_verdict = judge_hang(gather_evidence([tmp_path]))
+    assert (hang_verdict.culprits, "stopped by a signal" in hang_verdict.sentence) == ((2,), True)
 
 
 def test_stages_wait_for_each_other_by_their_stacks(tmp_path: Path) -> None:
@@ -189,9 +204,9 @@ def test_stages_wait_for_each_other_by_their_stacks(tmp_path: Path) -> None:
     (tmp_path / "rank0.txt").write_text(WAITING.format("recv_backward"))
     (tmp_path / "rank1.txt").write_text(WAITING.format("send_forward_recv_backward"))
     (tmp_path / "rank2.txt").write_text(WORKING)
-    found = judge_hang(gather_evidence([tmp_path]))
-    assert (found.culprits, found.waiting) == ((2,), (0, 1))
-    assert "Rank 2 is in data loading, utils.py:12 in get_batch." in found.sentence
+    hang_verdict = judge_hang(gather_evidence([tmp_path]))
+    assert (hang_verdict.culprits, hang_verdict.waiting) == ((2,), (0, 1))
+    assert "Rank 2 is in data loading, utils.py:12 in get_batch." in hang_verdict.sentence
 
 
 def test_a_rank_that_nobody_waits_for_yet_is_a_root_once_it_was_silent_for_long(
@@ -220,8 +235,8 @@ def test_who_waits_for_what_all_entered_waits_for_the_network(tmp_path: Path) ->
     job.call((0, 1), "1", "broadcast", done=False)
     job.entries[0][-1].update(state="completed", retired=True)
     job.call((0,), "1", "broadcast", done=False)
-    found = verdict(job, tmp_path)
-    assert (found.kind, found.culprits) == (HangKind.NOT_COMPLETED, ())
+    hang_verdict = verdict(job, tmp_path)
+    assert (hang_verdict.kind, hang_verdict.culprits) == (HangKind.NOT_COMPLETED, ())
 
 
 def test_of_a_failed_run_the_one_without_calls_is_named_if_all_others_were_in_order(
@@ -232,8 +247,8 @@ def test_of_a_failed_run_the_one_without_calls_is_named_if_all_others_were_in_or
     job.call((0, 1), "1")
     job.call((2, 3), "2")
     evidence = replace(gather_evidence([job.write(tmp_path, without=(1,))]), is_over=True)
-    found = judge_hang(evidence)
-    assert (found.kind, found.culprits) == (HangKind.OTHER_COLLECTIVE, (1,))
+    hang_verdict = judge_hang(evidence)
+    assert (hang_verdict.kind, hang_verdict.culprits) == (HangKind.OTHER_COLLECTIVE, (1,))
     evidence = replace(gather_evidence([job.write(tmp_path / "two", without=(1, 3))]), is_over=True)
     assert judge_hang(evidence).verdict is HangOutcome.UNDECIDED
 
@@ -249,8 +264,8 @@ def test_in_backward_the_module_is_that_of_the_call_that_usually_follows(tmp_pat
         calls = job.entries[rank]
         for call in calls:
             call["frames"][-1]["name"] = "backward_step"
-    found = judge_hang(gather_evidence([job.write(tmp_path)]))
-    assert (found.culprits, found.module) == ((1,), "mlp")
+    hang_verdict = judge_hang(gather_evidence([job.write(tmp_path)]))
+    assert (hang_verdict.culprits, hang_verdict.module) == ((1,), "mlp")
 
 
 def test_the_page_has_a_row_a_rank_and_says_what_each_did(tmp_path: Path) -> None:
@@ -316,8 +331,8 @@ def test_watchdogs_lines_stand_for_dumps_that_are_not_there(tmp_path: Path) -> N
         "NumelIn=4, NumelOut=4, Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
     )
     (tmp_path / "train.log").write_text(f"{line}\n")
-    found = judge_hang(gather_evidence([tmp_path]))
-    assert (found.culprits, found.call) == ((0,), "all_reduce no. 2")
+    hang_verdict = judge_hang(gather_evidence([tmp_path]))
+    assert (hang_verdict.culprits, hang_verdict.call) == ((0,), "all_reduce no. 2")
 
 
 class Harmful:
@@ -347,11 +362,11 @@ def test_a_file_that_is_no_whole_dump_is_named_and_the_rest_is_used(
     page = tmp_path / "page.html"
     assert why_hang([str(tmp_path)], json=True, page=str(page)) == 0
     assert '<th class="culprit">1</th>' in page.read_text()
-    said = capsys.readouterr()
-    assert json.loads(said.out)["culprits"] == [1]
-    assert said.err.count("\n") == 1
-    assert "rank3.pkl is no complete flight recorder dump" in said.err
-    assert "it ran" not in said.out
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["culprits"] == [1]
+    assert printed.err.count("\n") == 1
+    assert "rank3.pkl is no complete flight recorder dump" in printed.err
+    assert "it ran" not in printed.out
 
 
 def test_a_page_in_no_folder_is_refused_before_anything_is_read(tmp_path: Path) -> None:
@@ -389,9 +404,16 @@ def test_stages_that_are_in_the_same_exchange_accuse_nobody(tmp_path: Path) -> N
     job.write(tmp_path)
     (tmp_path / "rank0.txt").write_text(WAITING.format("recv_backward"))
     (tmp_path / "rank1.txt").write_text(WAITING.format("recv_forward"))
-    found = judge_hang(gather_evidence([tmp_path]))
-    assert (found.kind, found.culprits, found.suspects) == (HangKind.NOT_COMPLETED, (), (0, 1))
-    assert (found.call, found.module) == ("exchange between stages", "pipeline exchange")
+    hang_verdict = judge_hang(gather_evidence([tmp_path]))
+    assert (hang_verdict.kind, hang_verdict.culprits, hang_verdict.suspects) == (
+        HangKind.NOT_COMPLETED,
+        (),
+        (0, 1),
+    )
+    assert (hang_verdict.call, hang_verdict.module) == (
+        "exchange between stages",
+        "pipeline exchange",
+    )
 
 
 def test_interleaved_stages_wait_for_a_handle_in_the_schedule(tmp_path: Path) -> None:
@@ -427,9 +449,59 @@ def test_calls_of_backward_are_modules_and_layers_by_their_order() -> None:
     clipped = replace(clipped, frames=(Frame("clip_grad_norm", "/x/megatron/optimizer.py", 1),))
     # Two micro batches of two layers: output layer, then MLP and attention of each.
     calls = [*[reduced] * 10, clipped, *[reduced] * 10]
-    found = [locate_call_in_step(calls, at, StepStage(2, 2)) for at in range(11, 21)]
+    step_places = [locate_call_in_step(calls, at, StepStage(2, 2)) for at in range(11, 21)]
     layers = [None, 2, 2, 1, 1]
     modules = ["output_layer", "mlp", "self_attention", "mlp", "self_attention"]
-    assert [place.module for place in found] == modules * 2
-    assert [place.layer for place in found] == layers * 2
-    assert [place.micro_batch for place in found] == [1] * 5 + [2] * 5
+    assert [step_place.module for step_place in step_places] == modules * 2
+    assert [step_place.layer for step_place in step_places] == layers * 2
+    assert [step_place.micro_batch for step_place in step_places] == [1] * 5 + [2] * 5
+
+
+def write_revived_job(folder: Path, asked_seconds: float) -> Path:
+    """Write a job whose rank 1 left its wait in C code when it was asked for its stack after these seconds."""
+    job = four()
+    job.call((0,), "1")
+    job.call((1,), "1")
+    for rank in (0, 1, 2, 3):
+        job.call((rank,), "0", size=1, line=3, function="train_step")
+    for rank, calls in job.entries.items():
+        calls[-1]["time_created_ns"] = START + int((asked_seconds + 1) * SECOND)
+        if rank == 1:
+            calls[-2]["time_created_ns"] = START + int((asked_seconds + 0.5) * SECOND)
+    job.write(folder)
+    (folder / ASKED_FILE).write_text(str(START + int(asked_seconds * SECOND)))
+    waiting = WAITING.replace("p2p_communication", "mappings").replace(
+        "pipeline_parallel", "tensor"
+    )
+    for rank in (0, 2, 3):
+        (folder / f"rank{rank}.txt").write_text(waiting.format("_reduce"))
+    hook = WORKING.replace("site/megatron/training/utils.py", "home/me/hook.py").replace(
+        "get_batch", "stall"
+    )
+    (folder / "rank1.txt").write_text(hook)
+    return folder
+
+
+def test_rank_that_its_signal_revived_is_named_by_what_was_before_the_signal(
+    tmp_path: Path,
+) -> None:
+    verdict_on_job = judge_hang(gather_evidence([write_revived_job(tmp_path, 40)]))
+    assert verdict_on_job.culprits == (1,)
+    assert "hook.py:12 in stall, called by training.py:5 in train_step" in verdict_on_job.sentence
+    assert verdict_on_job.next_step.startswith("Look at that line")
+
+
+def test_job_at_work_that_is_asked_for_stacks_is_no_hang(tmp_path: Path) -> None:
+    folder = write_revived_job(tmp_path, 2)
+    assert judge_hang(gather_evidence([folder])).verdict is HangOutcome.SLOW
+
+
+def test_minute_beyond_usual_pauses_is_a_sign_of_a_hang(tmp_path: Path) -> None:
+    job = Job({"0": (WORLD, (0, 1))})
+    for number in range(4):
+        job.call((0, 1), "0")
+        for rank in (0, 1):
+            job.entries[rank][-1]["time_created_ns"] = START + (number - 6) * 36 * SECOND
+    job.call((0,), "0", done=False)
+    job.entries[0][-1]["time_created_ns"] = START - 40 * SECOND
+    assert verdict(job, tmp_path).culprits == (1,)

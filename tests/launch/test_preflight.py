@@ -9,6 +9,7 @@ import pytest
 
 from parakit.cluster.checks import host
 from parakit.config.errors import LaunchError
+from parakit.launch import preflight
 from parakit.launch.compose import Launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, read_patch_file
@@ -41,6 +42,20 @@ def refusal(launch: Launch, runs: Path) -> str:
 def test_what_can_run_passes_and_writes_nothing(composed: Composer, tmp_path: Path) -> None:
     check_launch(composed("train-tp2-gpt2-tiny-2cpu"))
     assert not (tmp_path / "runs").exists()
+
+
+def test_too_few_open_files_are_refused_before_torchrun_waits_for_ever(
+    composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = composed("train-tp2-gpt2-tiny-2cpu")
+    for limit in (None, 1024):
+        monkeypatch.setattr(preflight, "read_open_files_limit", lambda limit=limit: limit)
+        check_launch(launch)
+    monkeypatch.setattr(preflight, "read_open_files_limit", lambda: 12)
+    sentence = refusal(launch, tmp_path)
+    assert sentence.startswith(
+        "A process may open 12 files here, and a rank needs 64; raise the limit"
+    )
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,19 @@ def test_the_folder_follows_from_the_data_sets_that_extra_names(tmp_path: Path) 
     assert blend.is_dir()
 
 
+def test_another_tool_that_replaces_a_data_set_with_its_counts_gets_an_index_and_a_hash_of_its_own(
+    tmp_path: Path,
+) -> None:
+    folders, hashes = set(), set()
+    for lengths, first_token in (([12, 8], 0), ([8, 12], 5)):
+        prefix = write_documents(tmp_path / "mine", lengths, first_token)
+        launch = composed(prefix, tmp_path)
+        folders.add(Flags(launch.arguments()).text("--data-cache-path"))
+        hashes.add(identify_computation(launch).dataset)
+    assert None not in hashes
+    assert (len(folders), len(hashes)) == (2, 2)
+
+
 def test_a_run_on_other_tokens_is_another_run(sample_prefix: Path, tmp_path: Path) -> None:
     from tests.small import folded
 

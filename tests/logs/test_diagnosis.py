@@ -39,15 +39,15 @@ def judged(tmp_path, text, exit_code=None, interrupted=False):
 
 
 def test_finished_run_is_ok(tmp_path):
-    found = judged(tmp_path, log_text([9, 9, 9]), 0)
-    assert (found.status, found.exit_code, found.reason) == (Status.OK, 0, "")
+    diagnosis = judged(tmp_path, log_text([9, 9, 9]), 0)
+    assert (diagnosis.status, diagnosis.exit_code, diagnosis.reason) == (Status.OK, 0, "")
 
 
-def test_a_run_of_which_every_step_was_skipped_is_nan_with_the_way_to_take_one(tmp_path):
+def test_run_that_skipped_every_step_is_nan_with_advice_on_the_loss_scale(tmp_path):
     lines = [iteration_line(number, loss=None, skipped=1) for number in (1, 2, 3)]
-    found = judged(tmp_path, "\n".join(lines), 0)
-    assert found.status is Status.NAN
-    assert "each of 3 iterations was skipped" in found.reason
+    diagnosis = judged(tmp_path, "\n".join(lines), 0)
+    assert diagnosis.status is Status.NAN
+    assert "each of 3 iterations was skipped" in diagnosis.reason
     taken = judged(tmp_path, "\n".join([*lines, iteration_line(4, loss=10.0)]), 0)
     assert taken.status is Status.OK
     some = judged(tmp_path, iteration_line(5, loss=10.0, skipped=3), 0)
@@ -55,7 +55,7 @@ def test_a_run_of_which_every_step_was_skipped_is_nan_with_the_way_to_take_one(t
 
 
 @pytest.mark.parametrize(("last", "advised"), [(2**31, 65536), (65536, 16384), (2, 1)])
-def test_the_loss_scale_that_is_advised_is_below_the_one_that_was_skipped(tmp_path, last, advised):
+def test_advised_loss_scale_is_below_the_skipped_loss_scale(tmp_path, last, advised):
     line = iteration_line(1, loss=None, skipped=1).replace(
         "loss scale: 1.0", f"loss scale: {last}.0"
     )
@@ -67,9 +67,9 @@ def test_foreign_log_that_reached_its_last_iteration_is_ok(tmp_path):
 
 
 def test_log_that_just_ends_is_incomplete(tmp_path):
-    found = judged(tmp_path, iteration_line(5, total=9))
-    assert found.status is Status.INCOMPLETE
-    assert "after iteration 5" in found.reason
+    diagnosis = judged(tmp_path, iteration_line(5, total=9))
+    assert diagnosis.status is Status.INCOMPLETE
+    assert "after iteration 5" in diagnosis.reason
 
 
 def test_out_of_memory_names_rank_and_allocation(tmp_path):
@@ -79,9 +79,9 @@ def test_out_of_memory_names_rank_and_allocation(tmp_path):
         " this process has 139.79 GiB memory in use.",
         "[rank1]: ",
     )
-    found = judged(tmp_path, iteration_line(1) + "\n" + error + EPILOGUE, 1)
-    assert (found.status, found.rank) == (Status.OUT_OF_MEMORY, 1)
-    assert found.reason == (
+    diagnosis = judged(tmp_path, iteration_line(1) + "\n" + error + EPILOGUE, 1)
+    assert (diagnosis.status, diagnosis.rank) == (Status.OUT_OF_MEMORY, 1)
+    assert diagnosis.reason == (
         "Rank 1 ran out of memory when it tried to allocate 20.00 GiB"
         " (GPU 1 of 139.81 GiB, 10.06 MiB free)."
     )
@@ -92,9 +92,9 @@ def test_out_of_host_memory_is_out_of_memory(tmp_path):
         "RuntimeError: [enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate"
         " memory: you tried to allocate 4096 bytes. Error code 12 (Cannot allocate memory)"
     )
-    found = judged(tmp_path, error, 1)
-    assert found.status is Status.OUT_OF_MEMORY
-    assert "4096 bytes" in found.reason
+    diagnosis = judged(tmp_path, error, 1)
+    assert diagnosis.status is Status.OUT_OF_MEMORY
+    assert "4096 bytes" in diagnosis.reason
 
 
 def test_first_real_error_beats_lost_connections_and_the_epilogue(tmp_path):
@@ -103,25 +103,25 @@ def test_first_real_error_beats_lost_connections_and_the_epilogue(tmp_path):
         "[rank0]: ",
     )
     real = traceback("ValueError: heads 20 are not divisible by 3", "[rank1]: ")
-    found = judged(tmp_path, lost + real + EPILOGUE, 1)
-    assert (found.status, found.rank) == (Status.CRASHED, 1)
-    assert found.reason.startswith("rank 1: ValueError: heads 20 are not divisible by 3")
+    diagnosis = judged(tmp_path, lost + real + EPILOGUE, 1)
+    assert (diagnosis.status, diagnosis.rank) == (Status.CRASHED, 1)
+    assert diagnosis.reason.startswith("rank 1: ValueError: heads 20 are not divisible by 3")
 
 
-def test_bare_assertion_says_what_and_where(tmp_path):
-    found = judged(tmp_path, traceback("AssertionError"), 1)
-    assert "AssertionError: args.hidden_size does not hold, in arguments.py:431" in found.reason
+def test_assertion_without_message_is_reported_with_its_condition_and_line(tmp_path):
+    diagnosis = judged(tmp_path, traceback("AssertionError"), 1)
+    assert "AssertionError: args.hidden_size does not hold, in arguments.py:431" in diagnosis.reason
 
 
 def test_usage_error_is_quoted(tmp_path):
     text = "usage: pretrain_gpt.py [-h]\npretrain_gpt.py: error: unrecognized arguments: --foo\n"
-    found = judged(tmp_path, text, 2)
-    assert found.status is Status.CRASHED
-    assert "unrecognized arguments: --foo" in found.reason
+    diagnosis = judged(tmp_path, text, 2)
+    assert diagnosis.status is Status.CRASHED
+    assert "unrecognized arguments: --foo" in diagnosis.reason
 
 
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
         (
             "docker: Error response from daemon: invalid mount config for type "
@@ -135,17 +135,17 @@ def test_usage_error_is_quoted(tmp_path):
         ),
     ],
 )
-def test_what_ends_a_run_before_megatron_starts_is_an_error(tmp_path, line, said):
-    found = judged(tmp_path, f"Unable to find image 'kit' locally\n{line}\n", 125)
-    assert found.status is Status.CRASHED
-    assert said in found.reason
-    assert "names no error" not in found.reason
+def test_error_before_megatron_starts_is_a_crash_with_its_message(tmp_path, line, message):
+    diagnosis = judged(tmp_path, f"Unable to find image 'kit' locally\n{line}\n", 125)
+    assert diagnosis.status is Status.CRASHED
+    assert message in diagnosis.reason
+    assert "names no error" not in diagnosis.reason
 
 
-def test_only_lost_connections_still_name_one(tmp_path):
-    found = judged(tmp_path, traceback("RuntimeError: Connection reset by peer"), 1)
-    assert found.status is Status.CRASHED
-    assert "Connection reset by peer" in found.reason
+def test_log_with_only_lost_connections_reports_a_lost_connection(tmp_path):
+    diagnosis = judged(tmp_path, traceback("RuntimeError: Connection reset by peer"), 1)
+    assert diagnosis.status is Status.CRASHED
+    assert "Connection reset by peer" in diagnosis.reason
 
 
 @pytest.mark.parametrize(
@@ -160,23 +160,23 @@ def test_nan_that_stops_megatron_is_nan(tmp_path, error):
     assert judged(tmp_path, traceback(error), 1).status is Status.NAN
 
 
-def test_nan_that_megatron_leaves_to_another_device_to_check_is_nan(tmp_path):
+def test_nan_check_of_megatron_on_a_rank_is_nan(tmp_path):
     start = (
         "ERROR:megatron.core.rerun_state_machine:Unexpected result nan on rank 1 at iteration #7"
     )
     message = f"{start} invocation #1 (message='found NaN in local forward loss calculation')"
     text = f"{iteration_line(6)}\n{message}\n{EPILOGUE.replace('exitcode  : 1', 'exitcode  : 16')}"
-    found = judged(tmp_path, text, 1)
-    assert (found.status, found.rank) == (Status.NAN, 1)
+    diagnosis = judged(tmp_path, text, 1)
+    assert (diagnosis.status, diagnosis.rank) == (Status.NAN, 1)
     assert "Unexpected result nan: found NaN in local forward loss calculation, at iteration 7" in (
-        found.reason
+        diagnosis.reason
     )
 
 
-def test_nan_from_iteration_0_on_as_nemo_counts_is_nan(tmp_path):
+def test_nan_from_iteration_0_in_a_nemo_log_is_nan(tmp_path):
     lines = [iteration_line(number, loss=float("nan"), total=2) for number in (0, 1, 2)]
-    found = judged(tmp_path, "\n".join(lines))
-    assert (found.status, found.reason) == (Status.NAN, "NaN from iteration 0 to the end.")
+    diagnosis = judged(tmp_path, "\n".join(lines))
+    assert (diagnosis.status, diagnosis.reason) == (Status.NAN, "NaN from iteration 0 to the end.")
 
 
 def test_a_damaged_count_of_nan_iterations_in_the_last_line_is_no_nan(tmp_path):
@@ -186,20 +186,22 @@ def test_a_damaged_count_of_nan_iterations_in_the_last_line_is_no_nan(tmp_path):
 
 def test_nan_to_the_end_is_nan_from_its_first_iteration(tmp_path):
     lines = [iteration_line(n, loss=None if n > 3 else 9.0, nan=int(n > 3)) for n in range(1, 7)]
-    found = judged(tmp_path, "\n".join([*lines, "[after training is done] datetime: x"]), 0)
-    assert found.status is Status.NAN
-    assert "from iteration 4" in found.reason
+    diagnosis = judged(tmp_path, "\n".join([*lines, "[after training is done] datetime: x"]), 0)
+    assert diagnosis.status is Status.NAN
+    assert "from iteration 4" in diagnosis.reason
 
 
-def test_nan_that_training_left_behind_is_ok(tmp_path):
+def test_nan_that_later_iterations_recover_from_is_ok(tmp_path):
     lines = [iteration_line(n, nan=int(n == 2)) for n in range(1, 5)]
     assert judged(tmp_path, "\n".join(lines), 0).status is Status.OK
 
 
-def test_asked_to_stop_is_interrupted(tmp_path):
-    found = judged(tmp_path, iteration_line(7) + "\n" + traceback("KeyboardInterrupt"), 130, True)
-    assert found.status is Status.INTERRUPTED
-    assert "after iteration 7" in found.reason
+def test_run_stopped_by_the_user_is_interrupted(tmp_path):
+    diagnosis = judged(
+        tmp_path, iteration_line(7) + "\n" + traceback("KeyboardInterrupt"), 130, True
+    )
+    assert diagnosis.status is Status.INTERRUPTED
+    assert "after iteration 7" in diagnosis.reason
 
 
 @pytest.mark.parametrize(
@@ -210,20 +212,20 @@ def test_asked_to_stop_is_interrupted(tmp_path):
         "[exiting program after receiving SIGTERM.] datetime: 2025-09-08 00:00:00 \n",
     ],
 )
-def test_foreign_interruptions_are_seen(tmp_path, text):
+def test_interruptions_in_foreign_logs_are_recognised(tmp_path, text):
     assert judged(tmp_path, iteration_line(3) + "\n" + text).status is Status.INTERRUPTED
 
 
-def test_stopping_what_had_already_failed_is_a_crash(tmp_path):
+def test_stopping_a_run_that_already_failed_is_a_crash(tmp_path):
     text = traceback("ValueError: bad", "[rank0]: ") + traceback("KeyboardInterrupt", "[rank1]: ")
     assert judged(tmp_path, text, 1).status is Status.CRASHED
 
 
-def test_a_kill_without_a_message_says_what_kills(tmp_path):
+def test_kill_without_a_message_names_the_signal(tmp_path):
     text = iteration_line(3) + "\n" + EPILOGUE.replace("exitcode  : 1", "exitcode  : -9")
-    found = judged(tmp_path, text, 1)
-    assert (found.status, found.rank) == (Status.CRASHED, 1)
-    assert "SIGKILL" in found.reason
+    diagnosis = judged(tmp_path, text, 1)
+    assert (diagnosis.status, diagnosis.rank) == (Status.CRASHED, 1)
+    assert "SIGKILL" in diagnosis.reason
 
 
 FAILURES = """Failures:
@@ -241,12 +243,12 @@ Root Cause (first observed failure):
 """
 
 
-def test_the_rank_that_was_killed_is_the_cause_whatever_the_others_say_or_torchrun_names(tmp_path):
+def test_killed_rank_is_the_cause_despite_errors_of_other_ranks(tmp_path):
     lost = traceback("RuntimeError: Connection closed by peer", "[rank0]: ")
-    found = judged(tmp_path, iteration_line(3) + "\n" + lost + FAILURES, 1)
-    assert (found.status, found.rank) == (Status.CRASHED, 1)
-    assert found.reason.startswith("Rank 1 was killed by SIGKILL")
-    assert found.reason.endswith("after iteration 3")
+    diagnosis = judged(tmp_path, iteration_line(3) + "\n" + lost + FAILURES, 1)
+    assert (diagnosis.status, diagnosis.rank) == (Status.CRASHED, 1)
+    assert diagnosis.reason.startswith("Rank 1 was killed by SIGKILL")
+    assert diagnosis.reason.endswith("after iteration 3")
 
 
 def test_a_rank_that_torchrun_ended_is_not_the_cause(tmp_path):
@@ -260,32 +262,32 @@ def test_exit_code_alone_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "hello\n"])
-def test_what_is_not_megatron_is_no_log(tmp_path, text):
-    found = judged(tmp_path, text)
-    assert found.status is Status.NO_LOG
-    assert "log.txt" in found.reason
+def test_text_of_another_program_is_no_log(tmp_path, text):
+    diagnosis = judged(tmp_path, text)
+    assert diagnosis.status is Status.NO_LOG
+    assert "log.txt" in diagnosis.reason
 
 
 def test_missing_log_is_no_log(tmp_path):
-    found = diagnose_log(tmp_path / "log.txt", None, False)
-    assert found.status is Status.NO_LOG
-    assert "cannot be read" in found.reason
+    diagnosis = diagnose_log(tmp_path / "log.txt", None, False)
+    assert diagnosis.status is Status.NO_LOG
+    assert "cannot be read" in diagnosis.reason
 
 
 def test_handled_exception_does_not_spoil_a_finished_run(tmp_path):
     assert judged(tmp_path, traceback("ImportError: apex") + log_text([1, 1])).status is Status.OK
 
 
-def test_what_a_stopped_run_raises_while_it_ends_is_no_crash(tmp_path):
+def test_exceptions_during_a_requested_stop_are_no_crash(tmp_path):
     text = traceback("KeyboardInterrupt", "[rank1]: ") + traceback("ValueError: bad", "[rank0]: ")
     assert judged(tmp_path, text, 1).status is Status.INTERRUPTED
 
 
 def test_ranks_that_torchrun_stops_after_a_kill_were_not_interrupted(tmp_path):
     stopped = "[exiting program after receiving SIGTERM.] datetime: 2025-09-08 00:00:00 \n"
-    found = judged(tmp_path, stopped + EPILOGUE.replace("exitcode  : 1", "exitcode  : -11"), 1)
-    assert (found.status, found.rank) == (Status.CRASHED, 1)
-    assert "SIGSEGV" in found.reason
+    diagnosis = judged(tmp_path, stopped + EPILOGUE.replace("exitcode  : 1", "exitcode  : -11"), 1)
+    assert (diagnosis.status, diagnosis.rank) == (Status.CRASHED, 1)
+    assert "SIGSEGV" in diagnosis.reason
 
 
 SLURM = "slurmstepd: error: *** JOB 4711 ON node01 CANCELLED AT 2025-09-08T00:00:00{} ***"
@@ -325,10 +327,10 @@ SLURM = "slurmstepd: error: *** JOB 4711 ON node01 CANCELLED AT 2025-09-08T00:00
         ),
     ],
 )
-def test_what_the_cluster_or_a_signal_ended_says_so(tmp_path, text, status, reason):
-    found = judged(tmp_path, f"{iteration_line(7)}\n{text}\n")
-    assert found.status is status
-    assert reason in found.reason
+def test_run_ended_by_cluster_or_signal_names_the_cause(tmp_path, text, status, reason):
+    diagnosis = judged(tmp_path, f"{iteration_line(7)}\n{text}\n")
+    assert diagnosis.status is status
+    assert reason in diagnosis.reason
 
 
 def test_a_step_that_slurm_cancels_because_a_task_failed_is_a_crash(tmp_path):
@@ -337,17 +339,17 @@ def test_a_step_that_slurm_cancels_because_a_task_failed_is_a_crash(tmp_path):
     assert judged(tmp_path, text).status is Status.CRASHED
 
 
-def test_what_slurm_kills_for_its_memory_is_no_bare_kill(tmp_path):
+def test_kill_by_slurm_for_memory_is_out_of_memory(tmp_path):
     oom = "slurmstepd: error: Detected 1 oom_kill event in StepId=4711.0.\n"
     text = iteration_line(3) + "\n" + oom + EPILOGUE.replace("exitcode  : 1", "exitcode  : -9")
     assert judged(tmp_path, text, 1).status is Status.OUT_OF_MEMORY
 
 
-def test_nan_before_a_log_that_merely_stops_is_nan(tmp_path):
+def test_nan_at_the_end_of_an_incomplete_log_is_nan(tmp_path):
     lines = [iteration_line(n, loss=None if n > 3 else 9.0, nan=int(n > 3)) for n in range(1, 7)]
-    found = judged(tmp_path, "\n".join(lines))
-    assert found.status is Status.NAN
-    assert found.reason == "NaN from iteration 4, where the log stops after iteration 6."
+    diagnosis = judged(tmp_path, "\n".join(lines))
+    assert diagnosis.status is Status.NAN
+    assert diagnosis.reason == "NaN from iteration 4, where the log stops after iteration 6."
 
 
 @pytest.mark.parametrize(
@@ -360,11 +362,12 @@ def test_nan_before_a_log_that_merely_stops_is_nan(tmp_path):
         "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate"
         " memory: you tried to allocate 524288 bytes. Error code 12 (Cannot allocate memory)",
         "MemoryError",
+        "ImportError: libtorch_cpu.so: failed to map segment from shared object",
         "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 7.45 GiB for an array with shape"
         " (1000000000,) and data type float64",
     ],
 )
-def test_memory_that_is_refused_to_a_rank_is_out_of_memory(tmp_path, error):
+def test_allocation_refused_to_a_rank_is_out_of_memory(tmp_path, error):
     status = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
     assert (status.status, status.rank) == (Status.OUT_OF_MEMORY, 1)
     assert status.reason.startswith("Rank 1 ran out of memory")
@@ -374,10 +377,11 @@ def test_memory_that_is_refused_to_a_rank_is_out_of_memory(tmp_path, error):
     "line",
     [
         "cannot allocate memory for thread-local data: ABORT",
+        "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.",
         "terminate called after throwing an instance of 'std::bad_alloc'",
     ],
 )
-def test_memory_that_is_refused_outside_python_is_out_of_memory(tmp_path, line):
+def test_allocation_refused_outside_python_is_out_of_memory(tmp_path, line):
     status = judged(tmp_path, f"{iteration_line(3)}\n{line}\n{EPILOGUE}", 1)
     assert status.status is Status.OUT_OF_MEMORY
 
@@ -398,11 +402,13 @@ def test_a_primitive_that_onednn_does_not_support_is_not_out_of_memory(tmp_path)
     "error",
     [
         "OSError: [Errno 24] Too many open files: '/dev/null'",
+        "RuntimeError: [enforce fail at /__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/loop.cc:48]"
+        " rv != -1. -1 vs -1. pipe: Too many open files",
         "torch.distributed.DistNetworkError: The server socket has failed to bind. port: 29999,"
         " useIpv6: 0, code: -24, name: EMFILE, message: too many open files",
     ],
 )
-def test_a_rank_that_may_open_no_more_files_is_told_which_limit_to_raise(tmp_path, error):
+def test_too_many_open_files_names_the_limit_to_raise(tmp_path, error):
     status = judged(tmp_path, traceback(error, "[rank1]: ", "gpt.py") + EPILOGUE, 1)
     assert (status.status, status.rank) == (Status.CRASHED, 1)
     assert status.reason.startswith("Rank 1 was allowed no more open files (")

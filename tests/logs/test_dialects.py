@@ -1,4 +1,4 @@
-"""Logs of Megatron's relatives: every value of their lines, or the sentence that says why not."""
+"""Logs of trainers derived from Megatron: all values of their lines are read, or a sentence names the reason."""
 
 import bz2
 import gzip
@@ -49,7 +49,7 @@ EXPECTED = {
         (2, 2516.0, 1.452, None, 8),
     ],
     "mlperf": [(32, 335.6, 8.1666, None, None), (64, 340.4, 7.7411, None, None)],
-    # A block's time over its steps: of 384 and of 43, and of 24 * 2**21 tokens.
+    # The time of a block divided by its steps: blocks of 384 and 43 samples, and of 24 * 2**21 tokens.
     "mlperf-samples": [
         (384, (1759966614209 - 1759966206549) / 384, None, None, 32),
         (768, (1759967026079 - 1759966624658) / 384, None, None, 32),
@@ -65,12 +65,14 @@ EXPECTED = {
     ],
     "verl": [(4, 161077.8, None, None, None), (5, 158500.0, None, None, None)],
     "slime": [(0, 60000.0, None, 91.2, None), (1, 43900.0, None, 93.2, None)],
-    # 40 s for the first, 10 for the second, 22 for the next two.
+    # The first iteration took 40 s, the second 10 s, the next two 22 s in total.
     "ms-swift": [
         (1, 40000.0, 2.2258, None, None),
         (2, 10000.0, 2.1258, None, None),
         (4, 11000.0, 2.0258, None, None),
     ],
+    "nanotron": [(1, 4390, 11, 5.44, None), (2, 1210, 10.8, 19.7, None)],
+    "torchtitan": [(1, None, 8.1309, 0.42, None), (10, 10000 / 9, 4.2046, 7.21, None)],
     "megatron-bridge": [(2, 9812.3, 11.9, 301.4, 512), (3, 8021.0, 11.8, 368.7, 512)],
 }
 
@@ -80,11 +82,11 @@ def lines_of(path):
 
 
 @pytest.mark.parametrize("name", EXPECTED)
-def test_every_relatives_iterations_are_read(name):
+def test_iterations_of_every_dialect_are_read(name):
     assert lines_of(DIALECTS / f"{name}.log") == EXPECTED[name]
 
 
-def test_mlperf_says_batch_sequence_evaluation_and_end():
+def test_mlperf_log_states_batch_sequence_evaluation_and_end():
     (run,) = load_log(DIALECTS / "mlperf.log")
     assert (run.seq_length, run.global_batch_size) == (8192, 16)
     assert run.log.validation[0].losses == {"eval accuracy": 3.287}
@@ -92,7 +94,7 @@ def test_mlperf_says_batch_sequence_evaluation_and_end():
 
 
 @pytest.mark.parametrize("lost", ["block_start", "global_batch_size"])
-def test_a_block_without_its_beginning_or_batch_is_no_iteration(tmp_path, lost):
+def test_block_without_beginning_or_batch_size_is_no_iteration(tmp_path, lost):
     lines = (DIALECTS / "mlperf-samples.log").read_text().splitlines(keepends=True)
     path = tmp_path / "a.log"
     path.write_text("".join(line for line in lines if f'"{lost}"' not in line))
@@ -102,33 +104,38 @@ def test_a_block_without_its_beginning_or_batch_is_no_iteration(tmp_path, lost):
 
 
 def mllog(key, value, **about):
-    found = {"namespace": "", "time_ms": 7, "key": key, "value": value, "metadata": about}
-    return f":::MLLOG {json.dumps(found)}\n"
+    record = {"namespace": "", "time_ms": 7, "key": key, "value": value, "metadata": about}
+    return f":::MLLOG {json.dumps(record)}\n"
 
 
-def test_a_step_without_a_count_of_samples_beside_it_is_one(tmp_path):
-    """NVIDIA's Llama 3.1 405B of 5.0 counts samples, its GPT-3 of 4.1 tokens."""
+def test_step_number_without_sample_count_is_an_iteration(tmp_path):
+    """NVIDIA's Llama 3.1 405B of MLPerf 5.0 counts samples; its GPT-3 of MLPerf 4.1 counts tokens."""
     head = mllog("init_start", None) + mllog("global_batch_size", 4)
     head += mllog("max_sequence_length", 8)
     steps = "".join(mllog("tracked_stats", {"train_step_time": 0.5}, step=n) for n in (32, 64, 65))
     path = tmp_path / "a.log"
     for benchmark, numbers in (("llama31_405b", [8, 16]), ("gpt3", [1, 2])):
         path.write_text(head + mllog("submission_benchmark", benchmark) + steps)
-        assert [one.iteration for one in scrape_log(path).iterations] == numbers
+        assert [iteration.iteration for iteration in scrape_log(path).iterations] == numbers
 
 
-def test_a_time_beside_a_rate_is_a_blocks_mean(tmp_path):
+def test_time_printed_with_a_rate_is_the_mean_of_its_block(tmp_path):
     head = mllog("init_start", None) + mllog("global_batch_size", 4)
     means = [
         ({"throughput": 8.0, "train_step_time": time}, step) for time, step in ((0.5, 0), (0.6, 8))
     ]
     path = tmp_path / "a.log"
-    path.write_text(head + "".join(mllog("tracked_stats", one, step=step) for one, step in means))
-    found = scrape_log(path).iterations
-    assert [(one.iteration, one.elapsed_ms) for one in found] == [(1, 500.0), (3, 600.0)]
+    path.write_text(
+        head + "".join(mllog("tracked_stats", stats, step=step) for stats, step in means)
+    )
+    iterations = scrape_log(path).iterations
+    assert [(iteration.iteration, iteration.elapsed_ms) for iteration in iterations] == [
+        (1, 500.0),
+        (3, 600.0),
+    ]
 
 
-def test_a_number_that_no_step_has_stops_nothing(tmp_path):
+def test_impossible_step_number_does_not_stop_reading(tmp_path):
     path = tmp_path / "a.log"
     text = (DIALECTS / "mlperf-samples.log").read_text()
     path.write_text(text.replace("1759966614209", "9" * 400))
@@ -142,44 +149,49 @@ def swift(number, mean, elapsed):
     )
 
 
-def test_a_mean_counts_from_the_resume(tmp_path):
+def test_mean_time_counts_from_the_resume(tmp_path):
     path = tmp_path / "a.log"
     steps = [(1, 20.0, "20s"), (2, 15.0, "30s"), (11, 40.0, "40s"), (12, 25.0, "50s")]
     path.write_text("".join(swift(*step) + "\n" for step in steps))
-    found = scrape_log(path).iterations
-    assert [one.elapsed_ms for one in found] == [20000.0, 10000.0, 40000.0, 10000.0]
+    iterations = scrape_log(path).iterations
+    assert [iteration.elapsed_ms for iteration in iterations] == [
+        20000.0,
+        10000.0,
+        40000.0,
+        10000.0,
+    ]
 
 
-def test_seconds_since_the_start_count_where_a_mean_is_rounded(tmp_path):
+def test_elapsed_seconds_are_used_if_the_mean_is_rounded(tmp_path):
     path = tmp_path / "a.log"
     path.write_text(swift(100, 10.0, "16m 40s") + "\n" + swift(101, 10.02, "16m 51s") + "\n")
     (_, second) = scrape_log(path).iterations
-    # 10.02 times 101 is 1,012 s: no more than half a second beyond what was printed.
+    # 10.02 times 101 is 1,012 s, while the printed elapsed time ends at 1,011 s: half a second remains.
     assert second.elapsed_ms == 11_500.0
 
 
-def test_steps_that_are_glued_together_keep_their_numbers():
+def test_steps_printed_in_a_single_line_keep_their_numbers():
     first, second = find_iterations(swift(1, 20.0, "20s") + swift(2, 15.0, "30s"))
     assert (first.iteration, second.iteration) == (1, 2)
     torn, whole = (
         "step:3 - actor/grad_norm:0.5 - timing_s/gen:3",
         "step:4 - timing_s/step:7.5 - a/b:1\n",
     )
-    (found,) = find_iterations(torn + whole)
-    assert (found.iteration, found.elapsed_ms, found.grad_norm) == (4, 7500.0, None)
+    (iteration,) = find_iterations(torn + whole)
+    assert (iteration.iteration, iteration.elapsed_ms, iteration.grad_norm) == (4, 7500.0, None)
     assert find_iterations("step:4 - timing_s/step:7") == [], "a digit may be missing"
 
 
-def test_a_policys_loss_is_no_language_models():
+def test_policy_loss_is_not_read_as_language_model_loss():
     (first, _) = scrape_log(DIALECTS / "verl.log").iterations
     assert first.extra_metrics["actor/pg_loss"] == -0.0125
     assert (first.grad_norm, first.learning_rate) == (0.9375, 1e-6)
     line = "iteration 1/ 10 | consumed samples: 8 | loss: 0.5 | reward: 0.25 | kl: 0.01 |"
-    (found,) = find_iterations(line)
-    assert (found.lm_loss, found.extra_metrics["loss"]) == (None, 0.5)
+    (iteration,) = find_iterations(line)
+    assert (iteration.lm_loss, iteration.extra_metrics["loss"]) == (None, 0.5)
 
 
-def test_an_epoch_is_no_restart(tmp_path):
+def test_new_epoch_is_no_restart(tmp_path):
     line = (
         "Training epoch {}, iteration {}/1 | lr: 1.0e-06 | global_batch_size: 8 | global_step: {}"
         " | reduced_train_loss: 1.315 | train_step_timing in s: 2.5{}6"
@@ -188,16 +200,16 @@ def test_an_epoch_is_no_restart(tmp_path):
     path = tmp_path / "a.log"
     path.write_text("\n".join([*(line.format(*step, step[2]) for step in steps), ""]))
     (log,) = scrape_runs(path)
-    assert [found.iteration for found in log.iterations] == [0, 1, 2, 3, 4, 5]
+    assert [iteration.iteration for iteration in log.iterations] == [0, 1, 2, 3, 4, 5]
     assert log.restarts == ()
-    assert [found.elapsed_ms for found in log.iterations][:2] == [2506.0, 2516.0]
+    assert [iteration.elapsed_ms for iteration in log.iterations][:2] == [2506.0, 2516.0]
 
 
 @pytest.mark.parametrize(("end", "norm"), [("0.114", 0.114), ("0.11", None), ("0.114 |", 0.114)])
-def test_a_last_number_without_a_bar_counts_if_no_digit_is_missing(end, norm):
+def test_last_number_without_separator_counts_if_complete(end, norm):
     line = f"iteration 1/ 10 | consumed samples: 8 | lm loss: 1.5E+00 | grad norm: {end}"
-    (found,) = find_iterations(line)
-    assert (found.lm_loss, found.grad_norm) == (1.5, norm)
+    (iteration,) = find_iterations(line)
+    assert (iteration.lm_loss, iteration.grad_norm) == (1.5, norm)
 
 
 def test_arguments_under_another_heading_and_in_a_notebook_are_read(tmp_path):
@@ -216,7 +228,7 @@ def test_arguments_under_another_heading_and_in_a_notebook_are_read(tmp_path):
     assert [event.iteration for event in log.checkpoints] == [20000]
 
 
-def test_an_argument_that_cannot_be_read_costs_itself_alone(tmp_path):
+def test_unreadable_argument_loses_only_itself(tmp_path):
     whole = (DIALECTS / "megatron-deepspeed.log").read_text()
     more = [
         "  deepspeed ....................................... True",
@@ -233,7 +245,7 @@ def test_an_argument_that_cannot_be_read_costs_itself_alone(tmp_path):
     assert run.notes == ("profile_step_start 2,3 cannot be read",)
 
 
-def test_a_list_that_lost_a_size_defines_no_model(tmp_path):
+def test_argument_list_without_a_size_defines_no_model(tmp_path):
     whole = (DIALECTS / "megatron-deepspeed.log").read_text()
     more = [f"  filler_{n} ".ljust(51, ".") + " 1" for n in range(100)]
     sizes = "  kv_channels ..................................... 128\n{}  hidden_size ."
@@ -246,7 +258,7 @@ def test_a_list_that_lost_a_size_defines_no_model(tmp_path):
         assert run.seq_length == 4096
 
 
-def test_gpt_neox_world_size_that_is_set_later_is_that_of_its_gpus(tmp_path):
+def test_gpt_neox_world_size_is_the_number_of_gpus_set_later(tmp_path):
     path = tmp_path / "a.log"
     text = (DIALECTS / "gpt-neox.log").read_text()
     assert "global_num_gpus" in text
@@ -276,8 +288,8 @@ def test_other_numbers_of_a_line_keep_their_names():
 )
 def test_a_loss_is_read_under_each_of_its_names(text, loss):
     line = f"iteration= 1/ 10 | consumed samples: 8 | {text} | global batch size: 8 |"
-    (found,) = find_iterations(line)
-    assert (found.iteration, found.total_iterations, found.lm_loss) == (1, 10, loss)
+    (iteration,) = find_iterations(line)
+    assert (iteration.iteration, iteration.total_iterations, iteration.lm_loss) == (1, 10, loss)
 
 
 @pytest.mark.parametrize(
@@ -291,12 +303,12 @@ def test_a_loss_is_read_under_each_of_its_names(text, loss):
         ("elapsed time per iteration (min): 3.0", None),
     ],
 )
-def test_a_time_is_read_in_its_unit_and_of_two_the_iterations_own(text, ms):
-    (found,) = find_iterations(f"iteration 1/ 10 | consumed samples: 8 | {text} |")
-    assert found.elapsed_ms == ms
+def test_time_is_read_in_its_unit_and_iteration_time_has_precedence(text, ms):
+    (iteration,) = find_iterations(f"iteration 1/ 10 | consumed samples: 8 | {text} |")
+    assert iteration.elapsed_ms == ms
 
 
-def test_old_names_of_arguments_define_model_and_layout():
+def test_old_argument_names_define_model_and_strategy():
     (run,) = load_log(DIALECTS / "megatron-1.log")
     assert run.spec is not None
     assert (run.spec.parallelism.tensor, run.spec.parallelism.data) == (2, 2)
@@ -304,7 +316,7 @@ def test_old_names_of_arguments_define_model_and_layout():
     assert (run.spec.dtype, run.spec.shape.layers) == ("fp16", 24)
 
 
-def test_gpt_neox_arguments_lose_the_word_behind_them():
+def test_gpt_neox_arguments_are_read_without_their_suffix():
     (run,) = load_log(DIALECTS / "gpt-neox.log")
     assert run.spec is not None
     split = run.spec.parallelism
@@ -318,36 +330,38 @@ def test_gpt_neox_arguments_lose_the_word_behind_them():
     )
 
 
-def test_zero_stage_is_that_of_deepspeeds_configuration():
+def test_zero_stage_is_read_from_the_deepspeed_configuration():
     (run,) = load_log(DIALECTS / "megatron-deepspeed.log")
     assert run.strategy == "dp24-zero2"
     assert run.spec is not None
     assert run.spec.backend == "deepspeed"
 
 
-@pytest.mark.parametrize(("given", "strategy"), [("1", "dp24-zero1"), ("1.0", "dp24")])
-def test_without_it_the_zero_stage_is_that_which_was_given(tmp_path, given, strategy):
+@pytest.mark.parametrize(("zero_stage", "strategy"), [("1", "dp24-zero1"), ("1.0", "dp24")])
+def test_zero_stage_without_deepspeed_configuration_is_that_of_the_argument(
+    tmp_path, zero_stage, strategy
+):
     text = (
         (DIALECTS / "megatron-deepspeed.log").read_text().replace("zero_optimization_stage", "zos")
     )
-    stage = f"  deepspeed ...... True\n  zero_stage ..... {given}\n  hidden_size ."
+    section = f"  deepspeed ...... True\n  zero_stage ..... {zero_stage}\n  hidden_size ."
     path = tmp_path / "a.log"
-    path.write_text(text.replace("  hidden_size .", stage, 1))
+    path.write_text(text.replace("  hidden_size .", section, 1))
     (run,) = load_log(path)
     assert run.spec is not None
     assert (run.strategy, run.spec.backend) == (strategy, "deepspeed")
 
 
-def test_a_list_of_layers_is_no_argument_that_cannot_be_read():
+def test_list_of_layers_is_not_reported_as_unreadable_argument():
     arguments = {"moe_layer_freq": "[0, 1, 1, 1]", "num_layers": "4.5"}
     assert drop_unreadable_values(arguments) == (arguments, ["num_layers 4.5"])
 
 
-def test_timers_in_one_line_are_read_and_a_cut_one_is_not():
-    found = {timer.name: timer for timer in scrape_log(DIALECTS / "megatron-1.log").timers}
-    assert (found["forward"].count, found["forward"].max_ms) == (2, (31.57 + 31.61) / 2)
-    assert found["batch generator"].max_ms == 4.10
-    assert found["batch generator"].count == 1
+def test_timers_in_a_single_line_are_read_but_truncated_ones_are_not():
+    timers = {timer.name: timer for timer in scrape_log(DIALECTS / "megatron-1.log").timers}
+    assert (timers["forward"].count, timers["forward"].max_ms) == (2, (31.57 + 31.61) / 2)
+    assert timers["batch generator"].max_ms == 4.10
+    assert timers["batch generator"].count == 1
 
 
 def test_memory_in_gigabytes_is_kept_in_mebibytes():
@@ -357,15 +371,6 @@ def test_memory_in_gigabytes_is_kept_in_mebibytes():
     assert reading.reserved_mib == pytest.approx(182.2e9 / 2**20)
 
 
-@pytest.mark.parametrize("name", ["torchtitan", "nanotron"])
-def test_another_trainers_log_is_named(name):
-    log = scrape_log(DIALECTS / f"{name}.log")
-    status = classify_log(log)
-    assert status.status is Status.NO_LOG
-    assert f"looks like a log of {name}" in status.reason
-    assert log.iterations == ()
-
-
 @pytest.mark.parametrize(
     ("line", "trainer"),
     [
@@ -373,11 +378,6 @@ def test_another_trainers_log_is_named(name):
             '0: :::MLLOG {"time_ms": 1, "event_type": "POINT_IN_TIME", "key": "tracked_stats", '
             '"value": {"throughput": 1.93}, "metadata": {"lineno": 161, "step": 3072}}',
             "MLPerf's results",
-        ),
-        (
-            "Epoch 0: :   1%| | 795/77225 [9:07:58<878:01:48, 41.36s/it, loss=3.1, v_num=, "
-            "reduced_train_loss=3.090, global_step=794.0, consumed_samples=1.63e+6]",
-            "NeMo's progress bar",
         ),
     ],
 )
@@ -398,7 +398,7 @@ def docker(text: str) -> str:
 
 @pytest.mark.parametrize("name", ["0.14", "0.18.2", "f4fa7d6b"])
 @pytest.mark.parametrize("width", [80, 132, 200])
-def test_a_folded_log_says_what_the_whole_one_says(tmp_path, name, width):
+def test_folded_log_gives_the_same_values_as_the_original(tmp_path, name, width):
     text = (LOGS / f"megatron-{name}.log").read_text()
     pieces = []
     for line in text.splitlines():
@@ -410,7 +410,7 @@ def test_a_folded_log_says_what_the_whole_one_says(tmp_path, name, width):
         assert getattr(mine, field) == getattr(whole, field), field
 
 
-def test_a_fold_that_costs_only_the_last_numbers_is_seen(tmp_path):
+def test_fold_that_only_loses_last_numbers_is_detected(tmp_path):
     text = (DIALECTS / "megatron-1.log").read_text()
     folded = tmp_path / "a.log"
     pieces = [line[n : n + 100] for line in text.splitlines() for n in range(0, len(line), 100)]
@@ -421,7 +421,7 @@ def test_a_fold_that_costs_only_the_last_numbers_is_seen(tmp_path):
 @pytest.mark.parametrize("name", ["0.14", "0.18.2", "f4fa7d6b"])
 @pytest.mark.parametrize("width", [80, 200])
 @pytest.mark.parametrize("blanks", ["kept", "dropped"])
-def test_a_log_that_is_folded_between_words_says_the_same(tmp_path, name, width, blanks):
+def test_log_folded_between_words_gives_the_same_values(tmp_path, name, width, blanks):
     text, folded = (LOGS / f"megatron-{name}.log").read_text(), tmp_path / "a.log"
     if blanks == "kept":
         fold = ["fold", "-s", "-w", str(width)]
@@ -435,7 +435,7 @@ def test_a_log_that_is_folded_between_words_says_the_same(tmp_path, name, width,
 
 
 @pytest.mark.parametrize("name", ["0.14", "0.18.2"])
-def test_a_containers_json_log_keeps_everything(tmp_path, name):
+def test_json_log_of_a_container_gives_all_values(tmp_path, name):
     path = tmp_path / "a.log"
     path.write_text(docker((LOGS / f"megatron-{name}.log").read_text()))
     mine, whole = scrape_log(path), scrape_log(LOGS / f"megatron-{name}.log")
@@ -444,7 +444,7 @@ def test_a_containers_json_log_keeps_everything(tmp_path, name):
 
 
 @pytest.mark.parametrize("pack", [gzip.compress, bz2.compress, lzma.compress, zstandard.compress])
-def test_a_packed_log_is_unpacked_whatever_its_name(tmp_path, pack):
+def test_compressed_log_is_unpacked_regardless_of_its_name(tmp_path, pack):
     path = tmp_path / "a.log"
     path.write_bytes(pack((LOGS / "megatron-0.14.log").read_bytes()))
     assert scrape_log(path).iterations == scrape_log(LOGS / "megatron-0.14.log").iterations
@@ -453,7 +453,7 @@ def test_a_packed_log_is_unpacked_whatever_its_name(tmp_path, pack):
     scrape_log(path)
 
 
-def test_lines_repeated_word_for_word_tell_of_one_restart(tmp_path):
+def test_lines_repeated_verbatim_count_as_a_single_restart(tmp_path):
     lines = [iteration_line(n, 100.0 + n, 10 - n / 10) for n in range(1, 11)]
     path = tmp_path / "a.log"
     path.write_text("\n".join(lines + 10 * lines[5:] + [iteration_line(11, 111.0, 9.0)]))

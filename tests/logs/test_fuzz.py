@@ -1,4 +1,4 @@
-"""Whatever is in a file, scraping it ends, soon, in bounded memory, without an exception."""
+"""Scraping ends soon, in bounded memory and without an exception, whatever a file contains."""
 
 import gzip
 import resource
@@ -47,13 +47,13 @@ def write(tmp_path_factory, content: bytes) -> Path:
 
 @settings(max_examples=60)
 @given(st.binary(max_size=2000))
-def test_random_bytes(tmp_path_factory, content):
+def test_random_bytes_are_scraped_without_an_exception(tmp_path_factory, content):
     scrape_everything(write(tmp_path_factory, content))
 
 
 @settings(max_examples=60)
 @given(st.binary(max_size=300))
-def test_broken_gzip(tmp_path_factory, content):
+def test_broken_gzip_is_scraped_without_an_exception(tmp_path_factory, content):
     packed = gzip.compress(b"iteration 1/2 |" * 50)
     scrape_everything(write(tmp_path_factory, packed[:20] + content + packed[40:]))
     scrape_everything(write(tmp_path_factory, b"\x1f\x8b" + content))
@@ -61,25 +61,25 @@ def test_broken_gzip(tmp_path_factory, content):
 
 @settings(max_examples=100)
 @given(st.lists(st.sampled_from(FRAGMENTS), max_size=60))
-def test_pieces_of_logs_in_any_order(tmp_path_factory, pieces):
+def test_pieces_of_logs_in_any_order_are_scraped_without_an_exception(tmp_path_factory, pieces):
     text = "".join(pieces).encode("utf-8", "surrogatepass")
     scrape_everything(write(tmp_path_factory, text))
 
 
 def test_damaged_logs_are_read_without_a_false_figure(capsys):
-    # python -m tests.reporting.mutants makes more of them.
+    # `python -m tests.reporting.mutants` makes further damaged logs.
     assert mutants.main(["--seed", "3", "--count", "12"]) == 0, capsys.readouterr().out
 
 
-def test_a_figure_of_another_log_is_noticed(tmp_path, monkeypatch):
+def test_value_of_another_log_is_reported_as_a_problem(tmp_path, monkeypatch):
     original = GOLDEN[-1].read_bytes()
     other = tmp_path / "other.log"
     other.write_bytes(original.replace(b"(ms): ", b"(ms): 9"))
     (run,) = scrape_runs(other)
     monkeypatch.setattr(mutants, "scrape_runs", lambda path: (run,))
-    found = list(mutants.problems(original, mutants.Mutant(original, 0), tmp_path))
-    assert found
-    assert all("elapsed_ms 9" in each and "stands in no line" in each for each in found)
+    problems = list(mutants.problems(original, mutants.Mutant(original, 0), tmp_path))
+    assert problems
+    assert all("elapsed_ms 9" in problem and "stands in no line" in problem for problem in problems)
 
 
 HOSTILE = {
@@ -114,16 +114,16 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_line_is_read_in_little_memory(tmp_path_factory, name):
+def test_hostile_line_is_read_in_bounded_memory(tmp_path_factory, name):
     path = write(tmp_path_factory, HOSTILE[name])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     scrape_everything(path)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024 < 60
 
 
-def test_iterations_in_one_line_of_ten_megabytes_are_all_found(tmp_path_factory):
+def test_all_iterations_in_a_line_of_ten_megabytes_are_read(tmp_path_factory):
     count = TEN_MB // 330
     text = "".join(iteration_line(n, total=count) for n in range(1, count + 1))
     (log,) = scrape_runs(write(tmp_path_factory, text.encode()))
     assert len(log.iterations) == count
-    assert all(found.lm_loss == 10.0 for found in log.iterations)
+    assert all(iteration.lm_loss == 10.0 for iteration in log.iterations)

@@ -1,4 +1,4 @@
-"""Every value of every dialect; where the logs come from is said in logs/README.md."""
+"""Every value of every dialect is scraped. logs/README.md names the source of each log."""
 
 import json
 from pathlib import Path
@@ -83,22 +83,22 @@ def test_window_of_a_real_run_leaves_out_the_known_traps(version):
     assert set(select_window(log).iterations) == set(range(1, 13)) - left_out
 
 
-def test_averaged_line_holds_the_mean_of_both_losses():
-    """The trap itself, on real logs: 0.19's second loss is the mean of the first two."""
+def test_averaged_line_contains_the_mean_of_two_losses():
+    """The second loss that Megatron 0.19 prints is the mean of the first two, shown on real logs."""
     undisturbed, _ = golden("f4fa7d6b")
     averaging, _ = golden("0.19.0")
     first, second = (i.lm_loss for i in undisturbed.iterations[:2])
     assert averaging.iterations[1].averaged
     assert averaging.iterations[1].lm_loss == pytest.approx((first + second) / 2, abs=2e-5)
-    others = [
+    losses = [
         (a.lm_loss, b.lm_loss)
         for a, b in zip(undisturbed.iterations, averaging.iterations, strict=True)
     ]
-    del others[1]
-    assert all(a == pytest.approx(b, abs=2e-5) for a, b in others)
+    del losses[1]
+    assert all(a == pytest.approx(b, abs=2e-5) for a, b in losses)
 
 
-def test_memory_line_of_another_rank_in_the_same_line_is_found():
+def test_memory_report_of_another_rank_in_the_same_line_is_read():
     log, _ = golden("0.12")
     assert [reading.rank for reading in log.memory] == [2, 0]
     assert log.iterations[0].extra_metrics == {"load_balancing_loss": 1.013402}

@@ -25,29 +25,29 @@ MOE = (
 
 
 def test_published_line_gives_every_field():
-    (found,) = find_iterations(PUBLISHED)
-    assert found.iteration == 609
-    assert found.total_iterations == 500000
-    assert found.consumed_samples == 19488
-    assert found.elapsed_ms == 438.3
-    assert found.learning_rate == 5.999998e-05
-    assert found.global_batch_size == 32
-    assert found.lm_loss == 6.159759
-    assert found.loss_scale == 131072.0
-    assert found.grad_norm == 1.095
-    assert (found.skipped_iterations, found.nan_iterations) == (0, 0)
-    assert found.throughput_tflops_per_gpu is None
-    assert found.extra_metrics is None
+    (iteration,) = find_iterations(PUBLISHED)
+    assert iteration.iteration == 609
+    assert iteration.total_iterations == 500000
+    assert iteration.consumed_samples == 19488
+    assert iteration.elapsed_ms == 438.3
+    assert iteration.learning_rate == 5.999998e-05
+    assert iteration.global_batch_size == 32
+    assert iteration.lm_loss == 6.159759
+    assert iteration.loss_scale == 131072.0
+    assert iteration.grad_norm == 1.095
+    assert (iteration.skipped_iterations, iteration.nan_iterations) == (0, 0)
+    assert iteration.throughput_tflops_per_gpu is None
+    assert iteration.extra_metrics is None
 
 
 def test_optional_fields_and_losses_of_experts_are_read_by_name():
-    (found,) = find_iterations(MOE)
-    assert found.skipped_samples == 8
-    assert found.throughput_tflops_per_gpu == 301.2
-    assert found.energy_joules_per_gpu == 250.5
-    assert found.power_watts_per_gpu == 612.0
-    assert (found.num_zeros, found.params_norm) == (12.0, 88.25)
-    assert found.extra_metrics == {
+    (iteration,) = find_iterations(MOE)
+    assert iteration.skipped_samples == 8
+    assert iteration.throughput_tflops_per_gpu == 301.2
+    assert iteration.energy_joules_per_gpu == 250.5
+    assert iteration.power_watts_per_gpu == 612.0
+    assert (iteration.num_zeros, iteration.params_norm) == (12.0, 88.25)
+    assert iteration.extra_metrics == {
         "decoupled learning rate": 2e-4,
         "load_balancing_loss": 1.25,
         "z_loss": 0.0035,
@@ -55,37 +55,37 @@ def test_optional_fields_and_losses_of_experts_are_read_by_name():
     }
 
 
-def test_lines_glued_together_are_both_found():
+def test_two_iterations_printed_in_a_single_line_are_both_read():
     memory = "[Rank 0] (after 2 iterations) memory (MB) | allocated: 5.0 | max allocated: 6.0 |"
-    found = find_iterations(memory + PUBLISHED + iteration_line(610, 436.7))
-    assert [(f.iteration, f.elapsed_ms) for f in found] == [(609, 438.3), (610, 436.7)]
-    assert found[0].extra_metrics is None
+    iterations = find_iterations(memory + PUBLISHED + iteration_line(610, 436.7))
+    assert [(f.iteration, f.elapsed_ms) for f in iterations] == [(609, 438.3), (610, 436.7)]
+    assert iterations[0].extra_metrics is None
 
 
-def test_memory_line_in_the_middle_costs_only_the_field_it_hit():
+def test_memory_line_inside_an_iteration_line_loses_only_the_interrupted_field():
     cut = PUBLISHED.index("6.159759") + 2
     hit = PUBLISHED[:cut] + "[Rank 1] (after 2 iterations) memory (MB)" + PUBLISHED[cut:]
-    (found,) = find_iterations(hit)
-    assert found.lm_loss is None
-    assert (found.elapsed_ms, found.grad_norm) == (438.3, 1.095)
+    (iteration,) = find_iterations(hit)
+    assert iteration.lm_loss is None
+    assert (iteration.elapsed_ms, iteration.grad_norm) == (438.3, 1.095)
 
 
-def test_cut_line_never_gives_a_shortened_number():
+def test_truncated_line_never_gives_a_truncated_number():
     (whole,) = find_iterations(PUBLISHED)
     for end in range(len(PUBLISHED)):
-        for found in find_iterations(PUBLISHED[:end]):
-            for field in found.__struct_fields__:
-                assert getattr(found, field) in (None, False, getattr(whole, field))
+        for iteration in find_iterations(PUBLISHED[:end]):
+            for field in iteration.__struct_fields__:
+                assert getattr(iteration, field) in (None, False, getattr(whole, field))
 
 
-def test_line_without_time_and_samples_is_none():
+def test_line_without_time_and_samples_is_no_iteration():
     assert find_iterations("iteration 5/10 | lm loss: 1.0 |") == []
 
 
 def test_nan_is_read_as_nan():
-    (found,) = find_iterations(PUBLISHED.replace("grad norm: 1.095", "grad norm: nan"))
-    assert found.grad_norm is not None
-    assert math.isnan(found.grad_norm)
+    (iteration,) = find_iterations(PUBLISHED.replace("grad norm: 1.095", "grad norm: nan"))
+    assert iteration.grad_norm is not None
+    assert math.isnan(iteration.grad_norm)
 
 
 @given(
@@ -94,10 +94,10 @@ def test_nan_is_read_as_nan():
     loss=st.floats(1e-6, 1e6),
     before=st.text(max_size=40),
 )
-def test_what_was_printed_is_what_is_read(iteration, ms, loss, before):
+def test_printed_values_are_read_back(iteration, ms, loss, before):
     if "\n" in before or "|" in before or "iteration" in before:
         return
-    (found,) = find_iterations(before + iteration_line(iteration, ms, loss))
-    assert found.iteration == iteration
-    assert found.elapsed_ms == float(f"{ms:.1f}")
-    assert found.lm_loss == float(f"{loss:.6E}")
+    (parsed,) = find_iterations(before + iteration_line(iteration, ms, loss))
+    assert parsed.iteration == iteration
+    assert parsed.elapsed_ms == float(f"{ms:.1f}")
+    assert parsed.lm_loss == float(f"{loss:.6E}")

@@ -1,4 +1,4 @@
-"""Lines read as columns are read as they are one by one, to the last bit."""
+"""Lines that are read as columns give the same values, to the last bit, as lines that are read singly."""
 
 import random
 from pathlib import Path
@@ -23,21 +23,21 @@ PRIMUS = (
 
 
 def columns_and_lines(text: str):
-    """The iterations of a block's plain lines, and what each line gives by itself."""
+    """Return each plain line's iteration as read by columns, with the iterations of the line alone."""
     reader = LayoutReader(make_event_pattern())
     reader.format = load_line_formats()[0]
     block = reader.block(text.encode(), range(1, text.count("\n") + 1))
     whole = list(block.columns.rows(0, len(block.plain)))
     lines = text.split("\n")[:-1]
     return [
-        (whole[place], find_iterations(line))
-        for place, line in enumerate(lines)
-        if block.plain[place]
+        (whole[index], find_iterations(line))
+        for index, line in enumerate(lines)
+        if block.plain[index]
     ]
 
 
-def without_nan(found):
-    return {name: str(getattr(found, name)) for name in found.__struct_fields__}
+def without_nan(iteration):
+    return {name: str(getattr(iteration, name)) for name in iteration.__struct_fields__}
 
 
 @settings(max_examples=60)
@@ -54,7 +54,7 @@ def without_nan(found):
     ),
     st.sampled_from(["megatron", "primus", "docker"]),
 )
-def test_every_number_of_a_plain_line_is_what_the_line_alone_gives(rows, kind):
+def test_plain_lines_read_as_columns_give_the_values_of_single_lines(rows, kind):
     def line(n, ms, loss, samples):
         if kind == "primus":
             return PRIMUS.format(n=n, ms=ms, loss=loss, samples=samples)
@@ -63,13 +63,13 @@ def test_every_number_of_a_plain_line_is_what_the_line_alone_gives(rows, kind):
         return prefix + iteration_line(n, ms, loss, total=10**8, global_batch=samples, extra=extra)
 
     text = "".join(line(*row) + "\n" for row in rows)
-    found = columns_and_lines(text)
-    assert found or not all(1e-9 < row[2] < 1e9 for row in rows)
-    for one, alone in found:
-        assert [without_nan(one)] == [without_nan(each) for each in alone]
+    pairs = columns_and_lines(text)
+    assert pairs or not all(1e-9 < row[2] < 1e9 for row in rows)
+    for from_columns, alone in pairs:
+        assert [without_nan(from_columns)] == [without_nan(iteration) for iteration in alone]
 
 
-def test_most_lines_of_a_log_are_plain_whatever_their_widths():
+def test_most_lines_of_a_log_are_plain_at_any_width():
     generator = random.Random(1)
     lines = [
         iteration_line(n, generator.uniform(90, 1100), generator.uniform(0.5, 20))
@@ -91,7 +91,7 @@ def test_most_lines_of_a_log_are_plain_whatever_their_widths():
         "train.py: error: no",
     ],
 )
-def test_a_line_that_says_more_than_an_iteration_is_not_plain(other):
+def test_line_with_additional_text_is_not_plain(other):
     for glued in (other + iteration_line(5), iteration_line(5) + other):
         assert columns_and_lines(glued + "\n") == []
 
@@ -106,19 +106,19 @@ def test_a_line_that_says_more_than_an_iteration_is_not_plain(other):
         ("1.095", "1x095"),
     ],
 )
-def test_a_line_with_one_other_byte_is_of_another_kind(old, new):
+def test_line_with_a_changed_byte_is_not_read_with_columns_of_other_lines(old, new):
     usual = iteration_line(5, loss=9.0)
     assert old in usual
     changed = usual.replace(old, new)
-    found = columns_and_lines(f"{usual}\n{changed}\n")
-    for one, alone in found:
-        assert [one] == alone
+    pairs = columns_and_lines(f"{usual}\n{changed}\n")
+    for from_columns, alone in pairs:
+        assert [from_columns] == alone
 
 
 @pytest.mark.parametrize(
     "path", sorted((Path(__file__).parents[1] / "reporting" / "logs").glob("*.log"))
 )
-def test_a_whole_log_is_the_same_read_in_columns_and_line_by_line(path, tmp_path, monkeypatch):
+def test_log_gives_the_same_values_by_columns_and_line_by_line(path, tmp_path, monkeypatch):
     generator = random.Random(path.stem)
     original = path.read_bytes()
     for _ in range(6):

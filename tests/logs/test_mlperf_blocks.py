@@ -1,4 +1,4 @@
-"""Blocks of MLPerf's results whose beginnings and ends may count in different units."""
+"""Blocks of MLPerf results whose beginnings and ends may be counted in different units."""
 
 import json
 
@@ -9,9 +9,9 @@ from parakit.logs.scrape import scrape_log
 
 BATCH = 32
 STEPS = 384
-"""Of a block."""
+"""Steps per block."""
 MS = 250.0
-"""Of a step."""
+"""Milliseconds per step."""
 PAUSE = 9000
 """Milliseconds of an evaluation between two blocks."""
 
@@ -27,7 +27,7 @@ def head(benchmark="llama31_8b"):
 
 
 def blocks(name, begins, ends, first=0, count=4, lost_ends=()):
-    """The lines of blocks whose beginnings and ends count so much per step."""
+    """Return the lines of blocks whose beginnings and ends count so many units per step."""
     text, clock = "", 1_000_000
     for block in range(first, first + count):
         text += mllog("block_start", clock, **{name: block * STEPS * begins})
@@ -67,7 +67,7 @@ def test_every_block_has_its_steps_and_their_time(tmp_path, name, begins, ends):
 
 
 def test_steps_are_read_as_steps(tmp_path):
-    """An end that is no multiple of the batch cannot count samples."""
+    """An end that is not a multiple of the batch size cannot count samples, so it counts steps."""
     text = mllog("block_start", 1000, step=0) + mllog("block_stop", 2000, step=10)
     text += mllog("block_start", 3000, step=10) + mllog("block_stop", 5000, step=20)
     assert figures(read(tmp_path, head() + text)) == [(10, 100.0), (20, 200.0)]
@@ -77,19 +77,19 @@ def test_steps_are_read_as_steps(tmp_path):
     ("name", "begins", "ends"),
     [("samples_count", BATCH, 1), ("step", 1, 1), ("step", BATCH, 1), ("step", 1, BATCH)],
 )
-def test_other_units_are_told_from_the_second_block_on(tmp_path, name, begins, ends):
+def test_units_are_recognised_from_the_second_block_on(tmp_path, name, begins, ends):
     log = read(tmp_path, head() + blocks(name, begins, ends))
     assert figures(log)[-3:] == ALL[1:]
 
 
-def test_a_block_without_an_end_is_left_out_and_those_after_it_are_read(tmp_path):
+def test_block_without_an_end_is_skipped_and_later_blocks_are_read(tmp_path):
     for begins in (1, BATCH):
         log = read(tmp_path, head() + blocks("samples_count", begins, BATCH, lost_ends=(2,)))
         assert figures(log) == [*ALL[:2], ALL[3]]
 
 
-def test_a_first_block_whose_units_cannot_be_told_is_left_out(tmp_path):
-    """384 may be steps or samples; whether the second block begins at its end says which."""
+def test_first_block_with_ambiguous_units_is_skipped(tmp_path):
+    """384 may be steps or samples until the second block begins at the end of the first."""
     log = read(tmp_path, head() + blocks("samples_count", 1, BATCH, first=1, count=3))
     assert figures(log) == ALL[2:]
 
@@ -99,7 +99,7 @@ def test_a_first_block_that_cannot_begin_in_steps_is_read(tmp_path):
     assert figures(log) == ALL[1:]
 
 
-def test_counts_that_follow_nothing_give_no_time(tmp_path):
+def test_inconsistent_counts_give_no_time(tmp_path):
     text = mllog("block_start", 1000, samples_count=0) + mllog("block_stop", 2000, samples_count=64)
     text += mllog("block_start", 3000, samples_count=7) + mllog(
         "block_stop", 4000, samples_count=640
@@ -107,7 +107,7 @@ def test_counts_that_follow_nothing_give_no_time(tmp_path):
     assert figures(read(tmp_path, head() + text)) == [(2, 500.0)]
 
 
-def test_a_result_of_which_nothing_can_be_told_says_so(tmp_path):
+def test_result_with_unknown_units_is_reported(tmp_path):
     text = mllog("block_start", 3000, samples_count=7)
     text += mllog("block_stop", 4000, samples_count=640)
     log = read(tmp_path, head() + mllog("run_start", 3) + text)
@@ -121,3 +121,14 @@ def test_a_restarted_result_is_read_from_its_new_beginning(tmp_path):
     log = read(tmp_path, text)
     assert [ms for _, ms in figures(log)] == [MS] * len(log.iterations)
     assert figures(log)[0] == ALL[0]
+
+
+def test_losses_that_are_events_of_their_own_are_read(tmp_path):
+    text = mllog("train_loss", 1000, 11.846, samples_count=0, lr=3.1e-06)
+    text += mllog("train_loss", 2000, 9.5, samples_count=10 * BATCH, lr=3.1e-06)
+    text += mllog("train_loss", 3000, 8.5, samples_count=20 * BATCH + 1)
+    text += mllog("train_loss", 4000, 7.5, step=30, samples_count=30 * BATCH)
+    log = read(tmp_path, head() + text)
+    losses = [(iteration.iteration, iteration.lm_loss) for iteration in log.iterations]
+    # 641 samples are no whole number of steps.
+    assert losses == [(0, 11.846), (10, 9.5), (30, 7.5)]

@@ -1,4 +1,4 @@
-"""A dialect of another line format is one file and a log: nothing else of the kit knows this one."""
+"""A dialect with another line format needs only a format file. No other part of the kit knows the one used here."""
 
 from pathlib import Path
 
@@ -30,30 +30,32 @@ def forget():
     load_line_formats.cache_clear()
 
 
-def test_without_its_file_nothing_of_the_log_is_read():
+def test_log_of_new_dialect_is_empty_without_its_format_file():
     assert scrape_log(LOG).iterations == ()
 
 
 @pytest.mark.usefixtures("with_abacus")
-def test_its_iterations_settings_and_checkpoints_are_read():
+def test_iterations_settings_and_checkpoints_of_new_dialect_are_read():
     (run,) = load_log(LOG)
     log = run.log
-    assert [found.iteration for found in log.iterations] == list(range(1, 42))
+    assert [iteration.iteration for iteration in log.iterations] == list(range(1, 42))
     assert log.iterations.values("elapsed_ms")[[0, -1]].tolist() == [9500.0, 1250.0]
     assert log.iterations.values("lm_loss")[[0, -1]].tolist() == [10.95, 8.9]
     assert log.iterations[-1].extra_metrics == {"beads": 1234.0}
     assert log.checkpoints == (CheckpointEvent("saved", 20),)
-    assert [found.iteration for found in log.iterations if found.after_pause] == [21]
+    assert [iteration.iteration for iteration in log.iterations if iteration.after_pause] == [21]
     assert log.arguments == {"width": "64", "ranks": "2"}
     assert run.arguments == {"hidden_size": "64", "world_size": "2"}
     assert 20 < len(run.window.samples_ms) < 40
 
 
 @pytest.mark.usefixtures("with_abacus")
-def test_its_lines_are_read_as_columns_but_for_numbers_that_are_no_digits_alone():
+def test_lines_of_new_dialect_are_read_as_columns_unless_a_number_has_other_characters():
     data = LOG.read_bytes()
     reader = LayoutReader(make_event_pattern())
-    reader.format = next(each for each in load_line_formats() if each.mark == b"step ")
+    reader.format = next(
+        line_format for line_format in load_line_formats() if line_format.mark == b"step "
+    )
     block = reader.block(data, range(1, data.count(b"\n") + 1))
     lines = data.decode().splitlines()
     plain = [line for line, is_plain in zip(lines, block.plain, strict=True) if is_plain]
@@ -61,11 +63,11 @@ def test_its_lines_are_read_as_columns_but_for_numbers_that_are_no_digits_alone(
     assert not any("1,234" in line for line in plain)
     rows = block.columns.rows(0, len(lines))
     read = [row for row, is_plain in zip(rows, block.plain, strict=True) if is_plain]
-    assert read == [found for line in plain for found in find_iterations(line)]
+    assert read == [iteration for line in plain for iteration in find_iterations(line)]
 
 
 @pytest.mark.usefixtures("with_abacus")
-def test_of_two_formats_in_a_log_the_one_of_lower_rank_is_read(tmp_path):
+def test_format_of_lower_rank_is_read_if_a_log_has_two_formats(tmp_path):
     both = tmp_path / "both.log"
     steps = LOG.read_text().splitlines()[5:10]
     both.write_text("\n".join([*steps, *(iteration_line(n, 100.0) for n in range(1, 4))]))
@@ -73,7 +75,7 @@ def test_of_two_formats_in_a_log_the_one_of_lower_rank_is_read(tmp_path):
 
 
 @pytest.mark.usefixtures("with_abacus")
-def test_a_log_whose_format_shows_late_is_of_the_first_that_does(tmp_path):
+def test_log_with_late_iterations_has_the_first_format_that_appears(tmp_path):
     late = tmp_path / "late.log"
     noise = 100 * "nothing " + "\n"
     late.write_text(6000 * noise + LOG.read_text() + iteration_line(50) + "\n")
@@ -81,7 +83,7 @@ def test_a_log_whose_format_shows_late_is_of_the_first_that_does(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(LOGS.glob("*.log")), ids=lambda path: path.stem)
-def test_other_logs_say_what_they_said(path, request):
+def test_new_dialect_does_not_change_other_logs(path, request):
     before = scrape_log(path)
     request.getfixturevalue("with_abacus")
     assert scrape_log(path) == before

@@ -25,7 +25,7 @@ def scrape(tmp_path, text, name="a.log"):
 
 
 def numbers(log):
-    return [found.iteration for found in log.iterations]
+    return [iteration.iteration for iteration in log.iterations]
 
 
 def test_iterations_come_in_order_with_their_flags(tmp_path):
@@ -40,10 +40,10 @@ def test_iterations_come_in_order_with_their_flags(tmp_path):
 def test_second_line_is_no_average_before_0_16(tmp_path):
     log = scrape(tmp_path, log_text([300, 100, 100]))
     assert log.generation == SECONDS
-    assert not any(found.averaged for found in log.iterations)
+    assert not any(iteration.averaged for iteration in log.iterations)
 
 
-def test_0_19_is_known_by_its_parameters_line_where_another_rank_wrote_into_it(tmp_path):
+def test_version_0_19_is_recognised_by_an_interrupted_parameters_line(tmp_path):
     torn = " > number of parameters [rank1] hello on (tensor, gtp_remat, pipeline) model"
     log = scrape(tmp_path, f"{torn}\n{log_text([300, 200], micro=True)}")
     assert log.generation == MICROSECONDS_GTP
@@ -61,7 +61,7 @@ def test_after_a_restart_the_later_line_counts(tmp_path):
     assert "restarted at iteration 6" in log.notes[0]
 
 
-def test_resume_without_repeated_iterations_is_a_restart_too(tmp_path):
+def test_resume_without_repeated_iterations_is_a_restart(tmp_path):
     text = "\n".join(
         [iteration_line(1), iteration_line(2), ARGUMENTS + START, iteration_line(3, micro=False)]
     )
@@ -70,7 +70,7 @@ def test_resume_without_repeated_iterations_is_a_restart_too(tmp_path):
     assert log.iterations[2].first_of_start
 
 
-def test_log_interval_that_is_no_number_is_taken_from_the_lines(tmp_path):
+def test_invalid_log_interval_is_derived_from_the_lines(tmp_path):
     text = ARGUMENTS.replace(
         "log_interval .................................... 1", "log_interval ... ²"
     )
@@ -78,13 +78,13 @@ def test_log_interval_that_is_no_number_is_taken_from_the_lines(tmp_path):
     assert (log.arguments["log_interval"], log.log_interval) == ("²", 2)
 
 
-def test_restart_in_bare_lines_is_seen_by_numbers_going_back(tmp_path):
+def test_restart_without_arguments_is_recognised_by_decreasing_numbers(tmp_path):
     log = scrape(tmp_path, "\n".join(iteration_line(n) for n in (1, 2, 3, 4, 3, 4, 5)))
     assert numbers(log) == [1, 2, 3, 4, 5]
     assert log.restarts == (3,)
 
 
-def test_several_runs_in_one_file_stay_apart(tmp_path):
+def test_runs_in_a_single_file_stay_separate(tmp_path):
     path = tmp_path / "two.log"
     path.write_text(
         ARGUMENTS
@@ -107,7 +107,7 @@ def test_line_printed_twice_is_no_restart(tmp_path):
     assert (log.restarts, len(log.replaced)) == ((), 0)
 
 
-def test_line_that_a_restart_prints_with_the_same_figures_is_its_first(tmp_path):
+def test_repeated_line_with_equal_values_after_a_restart_is_the_first_of_the_restart(tmp_path):
     lines = (iteration_line(n) for n in (1, 2, 3, 4, 3, 4, 5))
     log = scrape(tmp_path, "\n".join(f"[2026-01-01 00:00:00.000000] {line}" for line in lines))
     assert (log.restarts, len(log.replaced)) == ((3,), 2)
@@ -151,7 +151,7 @@ def test_checkpoint_lines_of_every_version_are_read(tmp_path):
     )
 
 
-def test_tee_prefixes_and_glued_memory_lines_do_not_hide_anything(tmp_path):
+def test_iterations_are_read_despite_prefixes_and_memory_lines(tmp_path):
     memory = (
         "[Rank 1] (after 2 iterations) memory (MB) | allocated: 1.5 | max allocated: 2.5 |"
         " reserved: 3.5 | max reserved: 4.5"
@@ -171,7 +171,7 @@ def log_lines(path):
 def test_every_iteration_knows_its_line_as_an_editor_counts_them(tmp_path):
     path = tmp_path / "a.log"
     lines = [iteration_line(n, extra=f" note: {n} |") for n in range(1, 10)]
-    # A line that is rewritten, an empty one, one too long for a piece, and another run.
+    # The log has a rewritten line, an empty line, a line longer than a piece, and a second run.
     lines[2:2] = ["progress 1%\rprogress 2%", "", "x" * 3 * MAX_LINE, "\x1b[1mbold\x1b[0m"]
     lines += [START, iteration_line(1), f"{iteration_line(2)}{iteration_line(3)}"]
     path.write_text("\n".join(lines))
@@ -181,14 +181,14 @@ def test_every_iteration_knows_its_line_as_an_editor_counts_them(tmp_path):
     assert log_lines(path)[0][2] == 7
 
 
-def test_of_a_folded_line_the_first_part_counts_and_of_a_repeated_one_the_later(tmp_path):
+def test_line_number_is_the_first_part_of_a_folded_line_and_the_last_of_a_repeated_line(tmp_path):
     path = tmp_path / "a.log"
     lines = [iteration_line(n) for n in (1, 2, 3, 2, 3, 4)]
     path.write_text("\n".join(lines))
     assert log_lines(path) == [[1, 4, 5, 6]]
     parts = [textwrap.wrap(line, 90, drop_whitespace=False) for line in lines]
     path.write_text("\n".join(part for several in parts for part in several))
-    starts = [1 + sum(map(len, parts[:place])) for place in (0, 3, 4, 5)]
+    starts = [1 + sum(map(len, parts[:index])) for index in (0, 3, 4, 5)]
     assert log_lines(path) == [starts]
 
 

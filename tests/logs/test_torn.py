@@ -1,4 +1,4 @@
-"""What a launcher's labels tear is joined; what they do not is left alone."""
+"""Lines that a launcher splits and labels are joined; all other lines stay unchanged."""
 
 from pathlib import Path
 
@@ -22,8 +22,8 @@ MEMORY = (
 )
 
 
-def torn(line: str, place: int, label: str) -> str:
-    return f"{label}{line[:place]}\n{label}{line[place:]}"
+def torn(line: str, position: int, label: str) -> str:
+    return f"{label}{line[:position]}\n{label}{line[position:]}"
 
 
 def scraped(tmp_path: Path, lines: list[str]) -> ScrapedLog:
@@ -33,43 +33,47 @@ def scraped(tmp_path: Path, lines: list[str]) -> ScrapedLog:
 
 
 @pytest.mark.parametrize("label", ["0: ", "  12: ", "[default3]:"])
-@pytest.mark.parametrize("place", [6, 17, 25, 49, 50, 51, 52, 53])
-def test_an_argument_is_whole_wherever_its_line_was_torn(
-    tmp_path: Path, label: str, place: int
+@pytest.mark.parametrize("position", [6, 17, 25, 49, 50, 51, 52, 53])
+def test_argument_is_complete_wherever_its_line_was_split(
+    tmp_path: Path, label: str, position: int
 ) -> None:
     lines = [f"{label}------------------------ arguments ------------------------"]
     for name, value in ARGUMENTS.items():
         line = f"  {name} {'.' * (48 - len(name))} {value}"
-        lines.append(torn(line, place, label) if name == "ffn_hidden_size" else label + line)
+        lines.append(torn(line, position, label) if name == "ffn_hidden_size" else label + line)
         lines.append(f"1: noise of another rank about {name}")
     lines.append(f"{label}-------------------- end of arguments ---------------------")
     assert scraped(tmp_path, lines).arguments == ARGUMENTS
 
 
-@pytest.mark.parametrize("place", range(40, len(MEMORY), 7))
-def test_peak_memory_is_whole_wherever_its_line_was_torn(tmp_path: Path, place: int) -> None:
-    lines = [f"0: {iteration_line(1)}", torn(MEMORY, place, "0: "), f"0: {iteration_line(2)}"]
+@pytest.mark.parametrize("position", range(40, len(MEMORY), 7))
+def test_peak_memory_is_complete_wherever_its_line_was_split(tmp_path: Path, position: int) -> None:
+    lines = [f"0: {iteration_line(1)}", torn(MEMORY, position, "0: "), f"0: {iteration_line(2)}"]
     log = scraped(tmp_path, lines)
-    assert [found.max_allocated_mib for found in log.memory] == [2.5]
-    assert [found.iteration for found in log.iterations] == [1, 2]
+    assert [report.max_allocated_mib for report in log.memory] == [2.5]
+    assert [iteration.iteration for iteration in log.iterations] == [1, 2]
 
 
-@pytest.mark.parametrize("place", range(70, 330, 13))
-def test_an_iteration_is_whole_wherever_its_line_was_torn(tmp_path: Path, place: int) -> None:
+@pytest.mark.parametrize("position", range(70, 330, 13))
+def test_iteration_is_complete_wherever_its_line_was_split(tmp_path: Path, position: int) -> None:
     whole = [iteration_line(number) for number in range(1, 9)]
     lines = [f"0: {line}" for line in whole]
-    lines[4] = torn(whole[4], place, "0: ")
-    (expected,) = [one for one in scraped(tmp_path, whole).iterations if one.iteration == 5]
-    found = {one.iteration: one for one in scraped(tmp_path, lines).iterations}
-    assert found[5] == expected
-    assert list(found) == list(range(1, 9))
+    lines[4] = torn(whole[4], position, "0: ")
+    (expected,) = [
+        iteration for iteration in scraped(tmp_path, whole).iterations if iteration.iteration == 5
+    ]
+    iterations = {
+        iteration.iteration: iteration for iteration in scraped(tmp_path, lines).iterations
+    }
+    assert iterations[5] == expected
+    assert list(iterations) == list(range(1, 9))
 
 
-def test_a_line_that_only_looks_torn_is_left_as_it_is(tmp_path: Path) -> None:
+def test_line_that_only_looks_split_is_unchanged(tmp_path: Path) -> None:
     lines = [
         "0:   ffn_hidden_size ......",
         "0: [2026-01-01] another thing",
         f"0: {iteration_line(1)}",
     ]
     log = scraped(tmp_path, [f"0: {iteration_line(0)}", *lines])
-    assert [found.iteration for found in log.iterations] == [0, 1]
+    assert [iteration.iteration for iteration in log.iterations] == [0, 1]

@@ -27,7 +27,7 @@ def step(number: int, ts: float, dur: float) -> TraceEvent:
     return event("user_annotation", f"ProfilerStep#{number}", ts, dur)
 
 
-def test_each_group_gets_the_time_of_its_kernels_and_the_rest_is_gaps() -> None:
+def test_groups_get_the_time_of_their_kernels_and_gaps_the_remaining_time() -> None:
     events = [
         step(5, 0, 1000),
         step(6, 1000, 1000),
@@ -49,11 +49,11 @@ def test_each_group_gets_the_time_of_its_kernels_and_the_rest_is_gaps() -> None:
     }
 
 
-def test_two_iterations_of_a_real_gpu_are_split_whole() -> None:
-    """gpt2-tiny on one H200 (torch 2.11), where the host is so late that the device mostly waits."""
+def test_real_gpu_trace_is_split_without_remainder() -> None:
+    """The trace is of gpt2-tiny on an H200 (torch 2.11), whose device mostly waits for the host."""
     events = read_trace_events(Path(__file__).parent / "h200_gpt2_tiny.json.gz")
-    found = milliseconds_by_group(events)
-    assert {group: round(ms, 3) for group, ms in found.items()} == {
+    milliseconds = milliseconds_by_group(events)
+    assert {group: round(ms, 3) for group, ms in milliseconds.items()} == {
         "attention": 0.11,
         "GEMM": 0.502,
         "cross entropy": 0.204,
@@ -68,9 +68,9 @@ def test_two_iterations_of_a_real_gpu_are_split_whole() -> None:
     }
     steps = [e.dur for e in events if e.name.startswith("ProfilerStep#") and e.tid == e.pid]
     on_device = [e.dur for e in events if e.cat in ("kernel", "gpu_memcpy", "gpu_memset")]
-    busy = sum(found.values()) - found[GAPS]
+    busy = sum(milliseconds.values()) - milliseconds[GAPS]
     assert busy == pytest.approx(sum(on_device) / 2000, rel=0.001)
-    assert sum(found.values()) == pytest.approx(sum(steps) / 2000, rel=0.001)
+    assert sum(milliseconds.values()) == pytest.approx(sum(steps) / 2000, rel=0.001)
 
 
 def test_elementwise_kernels_are_identified_by_the_operators_around_their_launch() -> None:
@@ -103,7 +103,7 @@ def test_elementwise_kernels_are_identified_by_the_operators_around_their_launch
 @pytest.mark.parametrize(
     ("name", "around", "group"),
     [
-        # As traces of H100 and H200 show them, with torch 2.6 to 2.11.
+        # The names are from traces of H100 and H200 with torch 2.6 to 2.11.
         ("sm90_xmma_gemm_f16f16_f16f32_f32_tn_n_tilesize128x128x64", (), "GEMM"),
         ("nvjet_hsh_256x128_64x4_1x2_h_bz_coopA_NNT", ("aten::mm",), "GEMM"),
         ("nvjet_sm90_hss_64x8_64x16_1x1_h_bz_splitK_NNT", (), "GEMM"),
@@ -202,7 +202,7 @@ def test_elementwise_kernels_are_identified_by_the_operators_around_their_launch
         ),
     ],
 )
-def test_kernels_as_torch_and_its_libraries_name_them(
+def test_kernels_are_grouped_by_their_names_in_torch_and_its_libraries(
     name: str, around: tuple[str, ...], group: str
 ) -> None:
     assert classify_kernel(name, around) == group
@@ -212,22 +212,22 @@ def test_kernels_as_torch_and_its_libraries_name_them(
     ("events", "reason"),
     [([], "no profiled step"), ([step(1, 0, 10)], "nothing that ran")],
 )
-def test_a_trace_with_nothing_to_count_is_refused(events: list[TraceEvent], reason: str) -> None:
+def test_trace_without_kernels_is_refused(events: list[TraceEvent], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         milliseconds_by_group(events)
 
 
 @given(st.lists(st.tuples(st.integers(0, 900), st.integers(1, 300)), min_size=1, max_size=20))
-def test_gaps_are_what_no_kernel_covers(kernels: list[tuple[int, int]]) -> None:
+def test_gaps_are_the_time_that_no_kernel_covers(kernels: list[tuple[int, int]]) -> None:
     events = [step(1, 0, 1000)]
     events += [event("kernel", "x", ts, dur, n, 7) for n, (ts, dur) in enumerate(kernels)]
     covered = {us for ts, dur in kernels for us in range(ts, min(ts + dur, 1000))}
-    found = milliseconds_by_group(events)
-    assert found.get(GAPS, 0.0) == pytest.approx((1000 - len(covered)) / 1000)
-    assert set(found) <= set(GROUPS)
+    milliseconds = milliseconds_by_group(events)
+    assert milliseconds.get(GAPS, 0.0) == pytest.approx((1000 - len(covered)) / 1000)
+    assert set(milliseconds) <= set(GROUPS)
 
 
-def test_a_real_trace_of_a_cpu_is_split_by_the_operators_own_time(tmp_path: Path) -> None:
+def test_real_cpu_trace_is_split_by_self_time_of_operators(tmp_path: Path) -> None:
     norm, linear = torch.nn.LayerNorm(64), torch.nn.Linear(64, 256)
     x = torch.randn(128, 64)
     with torch.profiler.profile(
@@ -238,9 +238,9 @@ def test_a_real_trace_of_a_cpu_is_split_by_the_operators_own_time(tmp_path: Path
         for _ in range(3):
             torch.nn.functional.gelu(linear(norm(x))).sum().backward()
             profiler.step()
-    found = milliseconds_by_group(read_trace_events(tmp_path / "trace.json.gz"))
-    assert {"GEMM", "layer norm", "GELU and bias"} <= set(found)
-    assert all(ms > 0 for ms in found.values())
+    milliseconds = milliseconds_by_group(read_trace_events(tmp_path / "trace.json.gz"))
+    assert {"GEMM", "layer norm", "GELU and bias"} <= set(milliseconds)
+    assert all(ms > 0 for ms in milliseconds.values())
 
 
 def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:

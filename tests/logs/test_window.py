@@ -17,10 +17,10 @@ def noise(count, level=100.0, spread=1.0, seed=0):
 
 
 def test_first_and_averaged_lines_do_not_count(tmp_path):
-    found = window(tmp_path, log_text([900, 500, 100, 101, 102], micro=True))
-    assert found.samples_ms == (100, 101, 102)
-    assert found.iterations == (3, 4, 5)
-    assert dict(found.dropped) == {"first after a start": 1, "averaged over two iterations": 1}
+    timed = window(tmp_path, log_text([900, 500, 100, 101, 102], micro=True))
+    assert timed.samples_ms == (100, 101, 102)
+    assert timed.iterations == (3, 4, 5)
+    assert dict(timed.dropped) == {"first after a start": 1, "averaged over two iterations": 1}
 
 
 def test_second_line_counts_in_older_logs(tmp_path):
@@ -38,10 +38,10 @@ def test_skipped_steps_and_pauses_do_not_count(tmp_path):
             iteration_line(5, 101),
         ]
     )
-    found = window(tmp_path, text)
-    assert found.samples_ms == (100, 101)
-    assert dict(found.dropped)["skipped steps"] == 1
-    assert dict(found.dropped)["after an evaluation or checkpoint"] == 1
+    timed = window(tmp_path, text)
+    assert timed.samples_ms == (100, 101)
+    assert dict(timed.dropped)["skipped steps"] == 1
+    assert dict(timed.dropped)["after an evaluation or checkpoint"] == 1
 
 
 def test_pauses_after_every_iteration_are_the_normal_state(tmp_path):
@@ -50,7 +50,7 @@ def test_pauses_after_every_iteration_are_the_normal_state(tmp_path):
     assert window(tmp_path, text).iterations == (2, 3, 4, 5, 6, 7)
 
 
-def test_warm_up_is_cut_where_times_settle():
+def test_warm_up_ends_once_times_settle():
     assert count_warm_up_samples([300.0, 220.0, 160.0, 130.0, *noise(40)]) == 4
 
 
@@ -59,7 +59,7 @@ def test_noise_alone_is_no_warm_up():
     assert sum(cut > 0 for cut in cuts) <= 5
 
 
-def test_late_hiccup_is_no_reason_to_cut_the_beginning():
+def test_late_outlier_does_not_extend_the_warm_up():
     samples = noise(40)
     samples[30] = 5000.0
     assert count_warm_up_samples(samples) == 0
@@ -70,7 +70,7 @@ def test_few_or_equal_samples_have_no_warm_up():
     assert count_warm_up_samples([900.0, 1.0, 1.0, 1.0]) == 0
 
 
-def test_window_says_what_it_is(tmp_path):
+def test_window_describes_itself_in_a_sentence(tmp_path):
     text = window(tmp_path, log_text([900, 500, 100, 101, 102], micro=True)).text
     assert text == (
         "3 samples, iterations 3 to 5; left out: 1 first after a start,"

@@ -21,13 +21,13 @@ from tests.native.small_model import settings
 
 ITERATIONS = 6
 MICRO_BATCHES = 3
-"""One for PipeDream, which makes an update after each."""
+"""Micro batches per iteration; PipeDream has a single one, because it updates after each."""
 TIED = ("gpipe", "1f1b", "interleaved", "pipedream-flush")
 UNTIED = ("1f1b", "pipedream", "pipedream-2bw")
 
 
 def chosen(schedule: str, *, tied: bool) -> Settings:
-    """Six layers, batches of three samples; no clipping where no stage may wait for the others."""
+    """Return settings with six layers and batches of three samples. Schedules without flushes have no clipping."""
     micro = 3 if schedule == "pipedream" else 1
     flags = {
         "--num-layers": 6,
@@ -44,19 +44,19 @@ def chosen(schedule: str, *, tied: bool) -> Settings:
         "--lr": 1e-2,
         "--lr-warmup-fraction": 0,
     }
-    words = [str(word) for pair in flags.items() for word in pair]
-    return settings(*words, *([] if tied else ["--untie-embeddings-and-output-weights"]))
+    arguments = [str(word) for pair in flags.items() for word in pair]
+    return settings(*arguments, *([] if tied else ["--untie-embeddings-and-output-weights"]))
 
 
 def batches(of: Settings, iteration: int) -> list[MicroBatch]:
-    """The same tokens whatever the micro batch is."""
+    """Return the micro batches of an iteration. Their tokens do not depend on the micro batch size."""
     tokens = torch.randint(100, (3, 9), generator=torch.Generator().manual_seed(iteration))
     pieces = tokens.split(of.micro_batch_size)
     return [(piece[:, :-1].contiguous(), piece[:, 1:].contiguous()) for piece in pieces]
 
 
 def whole_model(of: Settings) -> GPT:
-    """With its first weights."""
+    """Return the full model with its initial weights."""
     model = GPT(of)
     initialise(model, of)
     return model
@@ -78,14 +78,14 @@ def main(folder: Path, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=STAGES
     )
-    found = {}
+    results = {}
     for tied, schedules in ((True, TIED), (False, UNTIED)):
         for schedule in schedules:
             losses, stages, logits = _train(chosen(schedule, tied=tied), rank)
             weights = [dict(stage.state_dict()) for stage in stages]
             kept = [[data.clone() for data in version] for version in stages.weight_versions]
-            found[schedule, tied] = (losses, weights, kept, logits)
-    torch.save(found, folder / f"rank{rank}.pt")
+            results[schedule, tied] = (losses, weights, kept, logits)
+    torch.save(results, folder / f"rank{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -94,8 +94,8 @@ if __name__ == "__main__":
     importlib.import_module("torch.distributed.pipelining")
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=main, args=(Path(sys.argv[1]), rank)) for rank in range(STAGES)]
-    for each in ranks:
-        each.start()
-    for each in ranks:
-        each.join()
-    sys.exit(any(each.exitcode for each in ranks))
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))

@@ -1,4 +1,4 @@
-"""Three ranks that train by every schedule, forked where torch is loaded: not here."""
+"""Scenario of three ranks that train with every schedule, in a process that loads torch."""
 
 import subprocess
 import sys
@@ -11,7 +11,7 @@ STAGES = 3
 
 
 def pipelines(runs: Path, *_: object) -> str:
-    """The folder with `rankN.pt`: what each rank found."""
+    """Return the folder with `rankN.pt`, the results of each rank."""
     folder = runs / "pipelines"
     folder.mkdir()
     command = (sys.executable, "-m", "tests.native.pipeline_rank", str(folder))

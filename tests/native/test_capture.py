@@ -1,4 +1,4 @@
-"""The native backend's capture: Megatron's names, places and order; training is as without it."""
+"""Captures of the native backend have Megatron's names, placements and order, and do not change training."""
 
 import os
 from pathlib import Path
@@ -31,7 +31,7 @@ BATCHES = [
 
 
 def trained(*flags: str) -> torch.Tensor:
-    """All weights after two iterations."""
+    """Return all weights after two iterations."""
     chosen = settings(*flags)
     torch.manual_seed(0)
     model = GPT(chosen)
@@ -66,14 +66,16 @@ def test_capture_does_not_change_the_trained_weights(folder: Path, flags: tuple[
 
 
 def test_captured_tensors_have_megatrons_shapes_and_placements(folder: Path) -> None:
-    (one,) = captured(folder, *DENSE).ranks
+    (capture_of_rank,) = captured(folder, *DENSE).ranks
     name = "decoder.layers.1.mlp.linear_fc1"
-    given, made = (
-        one.first_records[TensorKey(CaptureStage.OUTPUTS, name, slot, 1)]
+    input_record, output_record = (
+        capture_of_rank.first_records[TensorKey(CaptureStage.OUTPUTS, name, slot, 1)]
         for slot in ("input.input_", "output.0")
     )
-    assert (given.shape, made.shape) == ((8, 2, 16), (8, 2, 64))
-    weight = one.first_records[TensorKey(CaptureStage.WEIGHTS, f"{name}.weight", "weight")]
+    assert (input_record.shape, output_record.shape) == ((8, 2, 16), (8, 2, 64))
+    weight = capture_of_rank.first_records[
+        TensorKey(CaptureStage.WEIGHTS, f"{name}.weight", "weight")
+    ]
     assert weight.placement is not None
     assert (
         weight.placement.key,
@@ -83,8 +85,10 @@ def test_captured_tensors_have_megatrons_shapes_and_placements(folder: Path) -> 
         *("decoder.layers.mlp.linear_fc1.weight", (2, 64, 16)),
         (1, 0, 0),
     )
-    gradient = one.first_records[TensorKey(CaptureStage.ACTIVATION_GRADIENTS, name, "output.0", 1)]
-    assert gradient.shape == made.shape
+    gradient = capture_of_rank.first_records[
+        TensorKey(CaptureStage.ACTIVATION_GRADIENTS, name, "output.0", 1)
+    ]
+    assert gradient.shape == output_record.shape
 
 
 def test_capture_with_seeds_measures_responses_to_rounding(folder: Path) -> None:
@@ -106,18 +110,24 @@ def test_repeated_iteration_restores_the_states_of_muon_and_adamw(
 
 def test_capture_has_the_update_of_each_weight_and_its_response(folder: Path) -> None:
     capture = captured(folder, *DENSE)
-    (one,) = capture.ranks
+    (capture_of_rank,) = capture.ranks
     name = "decoder.layers.1.mlp.linear_fc1.weight"
-    moved = one.values(one.first_records[TensorKey(CaptureStage.WEIGHTS, name, "update")])
-    assert 0.009 < abs(moved).max() < 0.011  # Adam's first steps are as long as the learning rate.
+    moved = capture_of_rank.values(
+        capture_of_rank.first_records[TensorKey(CaptureStage.WEIGHTS, name, "update")]
+    )
+    assert (
+        0.009 < abs(moved).max() < 0.011
+    )  # Adam's first updates are as large as the learning rate.
     assert capture.responses()[CaptureStage.WEIGHTS, name, "update"] > 0
 
 
 def test_rows_of_an_expert_are_in_the_order_of_megatrons_tokens(folder: Path) -> None:
-    (one,) = captured(folder, *EXPERTS).ranks
+    (capture_of_rank,) = captured(folder, *EXPERTS).ranks
     layer = "decoder.layers.0.mlp"
     hidden, chosen = (
-        one.values(one.first_records[TensorKey(CaptureStage.OUTPUTS, name, slot, 0)])
+        capture_of_rank.values(
+            capture_of_rank.first_records[TensorKey(CaptureStage.OUTPUTS, name, slot, 0)]
+        )
         for name, slot in ((f"{layer}.router", "input.input"), (f"{layer}.router", "output.1"))
     )
     rows = hidden.reshape(-1, hidden.shape[-1])
@@ -128,7 +138,10 @@ def test_rows_of_an_expert_are_in_the_order_of_megatrons_tokens(folder: Path) ->
             "input.hidden_states",
             0,
         )
-        assert (one.values(one.first_records[tensor_key]) == rows[chosen[:, expert]]).all()
+        assert (
+            capture_of_rank.values(capture_of_rank.first_records[tensor_key])
+            == rows[chosen[:, expert]]
+        ).all()
 
 
 def test_every_parameter_has_a_unique_megatron_name() -> None:

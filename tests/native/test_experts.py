@@ -1,4 +1,4 @@
-"""The native mixture of experts: routing, losses, counts; all without a process group."""
+"""The native mixture of experts without a process group: routing, losses and counts."""
 
 import math
 
@@ -24,7 +24,7 @@ TINY = ("--num-experts", "4", "--moe-ffn-hidden-size", "8", "--disable-bias-line
 
 
 def preset(name: str, *more: str) -> Settings:
-    """A model's own flags in place of the tests' sizes."""
+    """Return the settings of a named model instead of the tests' sizes."""
     model = load_model(name)
     sizes = REQUIRED[REQUIRED.index("--micro-batch-size") :]
     return parse_settings((*sizes, *model.flags, *more))
@@ -41,11 +41,11 @@ def test_output_is_the_softmax_weighted_sum_of_the_top_two_experts(
 ) -> None:
     x = torch.randn(2, 3, 16)
     logits = layer.router(x)
-    for place in ((0, 0), (1, 2)):
-        top, chosen = logits[place].topk(2)
-        parts = [layer.experts[int(number)](x[place]) for number in chosen]
+    for position in ((0, 0), (1, 2)):
+        top, chosen = logits[position].topk(2)
+        parts = [layer.experts[int(number)](x[position]) for number in chosen]
         expected = sum(w * part for w, part in zip(top.softmax(0), parts, strict=True))
-        torch.testing.assert_close(layer(x)[place], expected)
+        torch.testing.assert_close(layer(x)[position], expected)
 
 
 def test_gradients_of_an_expert_without_tokens_are_zero(layer: MixtureOfExperts) -> None:
@@ -104,8 +104,8 @@ def test_blueberry_has_exactly_the_published_numbers_of_parameters() -> None:
     muon = muon_parameters(model)
     assert (len(muon), sum(p.numel() for p in muon)) == (114, 60_180_480)
     assert all(layer.router.weight in set(muon) for layer in find_expert_layers(model))
-    rest = set(parameters) - set(muon)
-    assert sum(p.numel() for p in rest) == 18_879_360
+    other_names = set(parameters) - set(muon)
+    assert sum(p.numel() for p in other_names) == 18_879_360
 
 
 def test_planner_and_native_model_have_the_same_number_of_parameters() -> None:

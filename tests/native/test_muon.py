@@ -1,4 +1,4 @@
-"""PyTorch's Muon against the published formula, written out here in fp64."""
+"""PyTorch's Muon compared with the published formula in fp64."""
 
 import numpy as np
 import pytest
@@ -13,11 +13,11 @@ from tests.native.small_model import settings
 
 Matrix = NDArray[np.float64]
 BF16_ERROR = 0.04
-"""Relative, of an update whose five steps are made in bf16 (8 bits); measured 0.007 to 0.02."""
+"""Relative error of an update whose five steps are computed in bf16 (8 bits); 0.007 to 0.02 were measured."""
 
 
 def orthogonalised(matrix: Matrix) -> Matrix:
-    """Five Newton–Schulz steps of Keller Jordan's Muon."""
+    """Return the result of five Newton–Schulz steps of Keller Jordan's Muon."""
     x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
     x = x / np.linalg.norm(x)
     for _ in range(5):
@@ -27,7 +27,7 @@ def orthogonalised(matrix: Matrix) -> Matrix:
 
 
 def update(gradient: Matrix, momentum: Matrix, rate: float) -> tuple[Matrix, Matrix]:
-    """Nesterov momentum 0.95, orthogonalised, scaled by √max(1, rows/columns)."""
+    """Return the update: Nesterov momentum 0.95, orthogonalised, scaled by √max(1, rows/columns)."""
     momentum = 0.95 * momentum + 0.05 * gradient
     step = orthogonalised(0.05 * gradient + 0.95 * momentum)
     rows, columns = gradient.shape
@@ -76,11 +76,11 @@ def test_pytorchs_newton_schulz_steps_in_fp32_equal_the_formula(
     from torch.optim import _muon
 
     gradient = np.random.default_rng(3).standard_normal((48, 16))
-    found = _muon._zeropower_via_newtonschulz(
+    result = _muon._zeropower_via_newtonschulz(
         torch.tensor(gradient, dtype=torch.float32), (3.4445, -4.7750, 2.0315), 5, 1e-7
     )
-    assert found.dtype is torch.float32
-    np.testing.assert_allclose(found.numpy(), orthogonalised(gradient), rtol=0, atol=2e-6)
+    assert result.dtype is torch.float32
+    np.testing.assert_allclose(result.numpy(), orthogonalised(gradient), rtol=0, atol=2e-6)
 
 
 def test_pytorchs_muon_defaults_are_the_published_constants() -> None:
@@ -99,7 +99,7 @@ def test_muon_updates_hidden_matrices_and_adamw_all_others_with_its_rate(model: 
     for name, parameter in model.named_parameters():
         assert ("momentum_buffer" in optimizer.state[parameter]) == (parameter in hidden), name
         assert ("exp_avg" in optimizer.state[parameter]) == (parameter not in hidden), name
-    # Adam's first step is its rate, a tenth of Muon's here.
+    # Adam's first update equals its learning rate, which is a tenth of Muon's.
     moved = before["norm.weight"] - model.norm.weight.detach()
     torch.testing.assert_close(moved, torch.full((16,), 1e-4), rtol=1e-3, atol=0)
 
@@ -124,7 +124,7 @@ def test_megatron_rule_decays_matrices_and_uses_decoupled_lr_for_the_vocabulary_
     torch.manual_seed(0)
     chosen = settings(*MEGATRONS, "--init-method-std", "1")
     model = GPT(chosen)
-    # As DDP names parameters.
+    # DDP names parameters in this way.
     optimizer = muon_adamw(torch.nn.ModuleDict({"module": model}) if wrapped else model, chosen)
     rates = {
         id(p): (group.get("rate", 1.0), group["weight_decay"])
@@ -145,29 +145,29 @@ def test_megatron_rule_decays_matrices_and_uses_decoupled_lr_for_the_vocabulary_
 
 
 @pytest.mark.parametrize(
-    ("precision", "least", "most"), [("medium", 1e-3, 1.0), ("high", 0.0, 1e-4)]
+    ("precision", "lower", "upper"), [("medium", 1e-3, 1.0), ("high", 0.0, 1e-4)]
 )
 def test_rounding_error_of_a_low_rank_gradient_moves_megatrons_bf16_update(
-    precision: str, least: float, most: float
+    precision: str, lower: float, upper: float
 ) -> None:
-    """What bf16 rounds lies in directions that few tokens leave empty; five steps make it large."""
+    """bf16 rounding errors lie in directions that few tokens leave empty, and the five steps enlarge them."""
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.zeros(1024, 384))
     gradient = torch.randn(1024, 32) @ torch.randn(32, 384)
-    one, other = (
-        step_of_megatrons(weight, gradient * factor, precision)
+    plain, perturbed = (
+        megatron_update(weight, gradient * factor, precision)
         for factor in (torch.ones(()), 1 + 6e-8 * torch.randn_like(gradient))
     )
-    moved = float((one - other).norm() / one.norm())
-    assert least < moved < most
+    moved = float((plain - perturbed).norm() / plain.norm())
+    assert lower < moved < upper
 
 
-def step_of_megatrons(weight: torch.nn.Parameter, gradient: Tensor, precision: str) -> Tensor:
-    """The update without weight decay."""
+def megatron_update(weight: torch.nn.Parameter, gradient: Tensor, precision: str) -> Tensor:
+    """Return the update of Megatron without weight decay."""
     holder = torch.nn.Module()
     holder.register_parameter("hidden", weight)
-    words = ("--weight-decay", "0", "--muon-momentum", "0.95", "--muon-fp32-matmul-prec", precision)
-    optimizer = muon_adamw(holder, settings(*MEGATRONS, *words))
+    flags = ("--weight-decay", "0", "--muon-momentum", "0.95", "--muon-fp32-matmul-prec", precision)
+    optimizer = muon_adamw(holder, settings(*MEGATRONS, *flags))
     weight.data.zero_()
     weight.grad = gradient
     step_with_rate(optimizer, 1.0)
@@ -175,6 +175,6 @@ def step_of_megatrons(weight: torch.nn.Parameter, gradient: Tensor, precision: s
 
 
 def test_pytorch_rule_refuses_another_precision_than_bf16() -> None:
-    words = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
+    flags = ("--optimizer", "muon", "--muon-fp32-matmul-prec", "high")
     with pytest.raises(SystemExit, match="makes its steps in bf16; use OPTIMIZER=megatron-muon"):
-        refuse_combinations(settings(*words), 1)
+        refuse_combinations(settings(*flags), 1)

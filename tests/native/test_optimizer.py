@@ -14,7 +14,7 @@ from parakit.native.parallel import COPIES_ATTRIBUTE
 
 @pytest.fixture
 def mesh():
-    """Return a mesh of 2 replicas of 4 shards, in a process group that exchanges nothing."""
+    """Return a mesh of 2 replicas of 4 shards, in a fake process group without communication."""
     dist.init_process_group("fake", rank=0, world_size=8, store=FakeStore())
     yield init_device_mesh("cpu", (2, 4))
     dist.destroy_process_group()

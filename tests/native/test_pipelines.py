@@ -1,4 +1,4 @@
-"""Pipelines of three stages, trained over gloo, against the same updates made in one process."""
+"""Pipelines of three stages over gloo, compared with the same updates in a single process."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,29 +24,29 @@ from tests.native.pipeline_rank import (
 from tests.native.pipelined import STAGES
 
 ROUNDING = 1e-4
-"""A hundredth of an update: Adam makes whole updates of gradients that are all rounding."""
+"""A hundredth of an update. Adam makes full-size updates from gradients that consist of rounding errors."""
 
 Trained = Mapping[tuple[str, bool], list[Any]]
-"""By schedule and whether the matrix is tied: of each rank its losses, weights, versions, logits."""
+"""Losses, weights, versions and logits of each rank, by schedule and whether embeddings are tied."""
 
 
 @pytest.fixture(scope="module")
 def pipelines(shared_runs: SharedRuns) -> Trained:
-    """Trained beside the other tests."""
+    """Return the trained pipelines, which run concurrently with other tests."""
     folder = Path(shared_runs.scenario("pipelines"))
     of_rank = [torch.load(folder / f"rank{rank}.pt") for rank in range(STAGES)]
-    return {key: [found[key] for found in of_rank] for key in of_rank[0]}
+    return {key: [results[key] for results in of_rank] for key in of_rank[0]}
 
 
 def stage_of(name: str) -> int:
-    """Which of three stages of two layers a whole model's parameter is on."""
+    """Return which of three stages of two layers holds a parameter of the full model."""
     if name.startswith("blocks."):
         return int(name.split(".")[1]) // 2
     return 0 if "embeddings" in name else STAGES - 1
 
 
 def train_alone(of: Settings, schedule: PipelineSchedule) -> tuple[list[float], GPT]:
-    """One process that takes every stage's weights as old as the schedule has them.
+    """Train in a single process, with the weights of every stage as old as in the schedule.
 
     The loss of batch n and its gradients are those of the weights after max(0, n − staleness) updates,
     stage by stage; the gradients change the newest weights.
@@ -79,8 +79,12 @@ def train_alone(of: Settings, schedule: PipelineSchedule) -> tuple[list[float], 
 
 
 def joined(ranks: list[Any]) -> dict[str, Tensor]:
-    """A whole model's parameters from its stages, chunk by chunk."""
-    chunks = [chunk for place in range(len(ranks[0][1])) for chunk in (r[1][place] for r in ranks)]
+    """Return the parameters of the full model from its stages, chunk by chunk."""
+    chunks = [
+        chunk
+        for chunk_index in range(len(ranks[0][1]))
+        for chunk in (r[1][chunk_index] for r in ranks)
+    ]
     layers = 6 // len(chunks)
     return {
         _renumbered(name, number * layers): value
@@ -90,11 +94,11 @@ def joined(ranks: list[Any]) -> dict[str, Tensor]:
 
 
 def _renumbered(name: str, first: int) -> str:
-    """The name of a stage's parameter in the whole model."""
+    """Return the name in the full model of a stage's parameter."""
     if not name.startswith("blocks."):
         return name
-    _, layer, rest = name.split(".", 2)
-    return f"blocks.{first + int(layer)}.{rest}"
+    _, layer, suffix = name.split(".", 2)
+    return f"blocks.{first + int(layer)}.{suffix}"
 
 
 @pytest.mark.slow

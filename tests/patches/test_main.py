@@ -6,7 +6,7 @@ PRINTING = "from megatron_patches.__main__ import {0}; {0}(); print('a', 1); pri
 
 
 def test_unbuffered_ranks_write_each_line_at_once() -> None:
-    # A pipe of packets: a read gets what one write wrote.
+    # In a pipe of packets, a read returns the bytes of a single write.
     reader, writer = os.pipe2(os.O_DIRECT)
     program = PRINTING.format("write_whole_lines")
     subprocess.run((sys.executable, "-u", "-c", program), stdout=writer, check=True)

@@ -10,7 +10,7 @@ from megatron_patches.patch_file import PatchFileError, execute_patch_file
 
 @pytest.fixture(autouse=True)
 def imported(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Megatron as a module that is there already: importing the real one takes seconds."""
+    """Provide a fake imported Megatron, because importing the real package takes seconds."""
     megatron = ModuleType("megatron.training")
     megatron.answer = lambda: 1  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "megatron.training", megatron)
@@ -26,7 +26,7 @@ def written(folder: Path, code: str) -> dict[str, str]:
     }
 
 
-def test_nothing_is_executed_unless_it_is_named() -> None:
+def test_patch_file_is_executed_only_if_named() -> None:
     assert execute_patch_file({}) is None
 
 

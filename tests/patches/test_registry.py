@@ -16,7 +16,7 @@ CPU = RuntimeContext("cpu", Version("0.19.0"), has_transformer_engine=False)
 
 @pytest.fixture
 def module() -> Iterator[ModuleType]:
-    """Stands for one of Megatron's modules."""
+    """Return a stand-in for a module of Megatron."""
 
     class Layer:
         def width(self) -> int:
@@ -69,7 +69,7 @@ def test_a_patch_that_is_not_needed_changes_nothing(module: ModuleType) -> None:
     assert module.answer() == 1
 
 
-def test_a_target_that_has_moved_stops_the_run_by_name(module: ModuleType) -> None:
+def test_missing_target_stops_the_run_with_its_name(module: ModuleType) -> None:
     moved = patch(Replacement("patched_here:Layer.height", twice))
     with pytest.raises(
         PatchError, match=r"Patch 'test' \(it must change\) expects patched_here:Layer\.height"
@@ -85,7 +85,7 @@ def test_a_target_is_expected_only_in_the_versions_that_have_it(module: ModuleTy
 
 
 @pytest.mark.parametrize("version", ["0.14.0", "0.20.0", "1.0"])
-def test_an_unknown_megatron_is_refused_before_anything_changes(
+def test_unknown_megatron_is_refused_before_any_replacement(
     module: ModuleType, version: str
 ) -> None:
     unknown = RuntimeContext("cpu", Version(version), has_transformer_engine=False)
@@ -97,9 +97,7 @@ def test_an_unknown_megatron_is_refused_before_anything_changes(
 
 
 @pytest.mark.parametrize("version", ["0.15.0rc2", "0.16.1", "0.19.5"])
-def test_the_releases_from_the_published_commit_on_are_known(
-    module: ModuleType, version: str
-) -> None:
+def test_releases_since_the_published_commit_are_known(module: ModuleType, version: str) -> None:
     known = RuntimeContext("cpu", Version(version), has_transformer_engine=False)
     assert apply_patches([patch(Replacement("patched_here:answer", twice))], known) == ("test",)
 

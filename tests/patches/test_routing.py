@@ -22,7 +22,7 @@ def ledger() -> Iterator[RoutingLog]:
 
 
 class Router:
-    """Calls its parts as Megatron's TopKRouter does."""
+    """Router that calls its parts in the order of Megatron's TopKRouter."""
 
     training = True
     layer_number = 3
@@ -53,7 +53,7 @@ def route(ledger: RoutingLog, **parts: Any) -> LayerRouting:
     return row
 
 
-def test_a_dropless_router_reports_whom_it_chose_in_its_layer(ledger: RoutingLog) -> None:
+def test_dropless_router_reports_chosen_experts_per_layer(ledger: RoutingLog) -> None:
     row = route(ledger)
     assert (row.layer, row.tokens_per_expert, row.dropped_tokens) == (3, (2, 1, 1), 0)
     assert row.load_balancing_loss is None
@@ -67,7 +67,7 @@ def test_tokens_beyond_the_capacity_count_as_dropped_and_padding_does_not_count(
     assert (row.tokens_per_expert, row.dropped_tokens) == ((1, 0, 1), 2)
 
 
-def test_a_ranks_share_of_the_loss_is_scaled_so_that_ranks_average(ledger: RoutingLog) -> None:
+def test_loss_share_of_a_rank_is_scaled_for_averaging_over_ranks(ledger: RoutingLog) -> None:
     assert route(ledger, loss=0.5).load_balancing_loss == pytest.approx(1.0)
 
 

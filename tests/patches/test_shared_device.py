@@ -11,6 +11,6 @@ def test_every_rank_takes_the_only_device(
     asked: Any, set_: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    found: list[int] = []
-    shared_device._set_existing_device(found.append)(asked)
-    assert found == [set_]
+    devices: list[int] = []
+    shared_device._set_existing_device(devices.append)(asked)
+    assert devices == [set_]

@@ -8,7 +8,7 @@ from torch._C import _distributed_c10d as c10d
 from megatron_patches.stacks import _recorded_calls, _recorder_variables
 
 
-def test_calls_of_gloo_and_of_nccl_are_dumped_in_the_order_of_time(
+def test_gloo_and_nccl_calls_are_dumped_in_order_of_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def dumping(*times: int) -> bytes:
@@ -18,7 +18,7 @@ def test_calls_of_gloo_and_of_nccl_are_dumped_in_the_order_of_time(
     monkeypatch.setattr(c10d, "_dump_fr_trace", lambda: dumping(10, 40))
     monkeypatch.setattr(c10d, "_dump_nccl_trace", lambda: dumping(20, 30), raising=False)
     entries = _recorded_calls()["entries"]
-    assert [(one["record_id"], one["time_created_ns"]) for one in entries] == [
+    assert [(entry["record_id"], entry["time_created_ns"]) for entry in entries] == [
         (0, 10),
         (1, 20),
         (2, 30),
@@ -26,15 +26,18 @@ def test_calls_of_gloo_and_of_nccl_are_dumped_in_the_order_of_time(
     ]
 
 
-def test_nccls_watchdog_dumps_every_call_into_the_runs_folder(
+def test_watchdog_of_nccl_dumps_calls_into_the_run_folder(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("KIT_DEVICE", "cpu")
     assert "TORCH_NCCL_DUMP_ON_TIMEOUT" not in _recorder_variables(Path("stacks/watchdog-rank"))
     monkeypatch.setenv("KIT_DEVICE", "gpu")
-    found = _recorder_variables(Path("stacks/watchdog-rank"))
-    assert found["TORCH_FR_DUMP_TEMP_FILE"] == "stacks/watchdog-rank"
-    assert (found["TORCH_NCCL_DUMP_ON_TIMEOUT"], found["TORCH_INCLUDE_ONLY_ACTIVE"]) == ("1", "0")
+    variables = _recorder_variables(Path("stacks/watchdog-rank"))
+    assert variables["TORCH_FR_DUMP_TEMP_FILE"] == "stacks/watchdog-rank"
+    assert (variables["TORCH_NCCL_DUMP_ON_TIMEOUT"], variables["TORCH_INCLUDE_ONLY_ACTIVE"]) == (
+        "1",
+        "0",
+    )
 
 
 @pytest.mark.parametrize(

@@ -25,12 +25,12 @@ TINY = ModelShape(
     vocabulary=100,
     vocabulary_multiple=8,
 )
-"""Small enough to count by hand."""
+"""Model shape that is small enough to count by hand."""
 
 
 @pytest.fixture(scope="session")
 def make_request() -> MakeRequest:
-    """Builds a request for a model on some devices."""
+    """Return a function that builds a request for a model on some devices."""
 
     def build(name: str, devices: int, gpu: str, global_batch: int, per_node: int = 8) -> Request:
         model, device = load_model(name), device_by_key(gpu)
@@ -45,13 +45,13 @@ def make_request() -> MakeRequest:
 
 @pytest.fixture(scope="session")
 def dry_runner() -> Iterator[DryRunner]:
-    """One process that has imported torch and Megatron, for all dry runs of the session."""
+    """Provide a process that has imported torch and Megatron for all dry runs of the session."""
     with DryRunner() as runner:
         yield runner
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _early_dry_runner(request: pytest.FixtureRequest) -> None:
-    """If a test needs it, let it import Megatron while the first tests of this folder run."""
+    """Start importing Megatron while the first tests of this folder run, if a test needs it."""
     if any("dry_runner" in getattr(item, "fixturenames", ()) for item in request.session.items):
         request.getfixturevalue("dry_runner")

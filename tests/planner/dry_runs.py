@@ -41,8 +41,8 @@ class Case:
 
 
 def small_model(kind: str = "gpt", layers: int = 4) -> Model:
-    words = (*_SMALL.split(), *_KINDS[kind].split(), "--num-layers", str(layers))
-    return model_from_flags(kind, "gpt3", words)
+    arguments = (*_SMALL.split(), *_KINDS[kind].split(), "--num-layers", str(layers))
+    return model_from_flags(kind, "gpt3", arguments)
 
 
 def run_case(runner: DryRunner, case: Case) -> CheckedRank:

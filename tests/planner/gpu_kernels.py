@@ -45,12 +45,12 @@ _SECONDS, _PARTS = 0.2, 5
 
 
 def heads_of(length: int, width: int) -> int:
-    """So many heads that a call takes a millisecond or more."""
+    """Return a number of heads for which a call takes at least a millisecond."""
     return max(8, (1 << 19) // length * 64 // width // 8 * 8)
 
 
 def measure() -> dict[str, dict[str, float]]:
-    """Seconds of each kernel, calls back to back; attention causal, forward and backward."""
+    """Return seconds per call of each kernel. Attention is causal and runs forward and backward."""
     import torch
     from torch.nn.attention import SDPBackend
 
@@ -73,16 +73,16 @@ def measure() -> dict[str, dict[str, float]]:
     def normal(*size: int) -> torch.Tensor:
         return torch.randn(*size, device="cuda", dtype=torch.bfloat16)
 
-    found: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
+    seconds_by_kernel: dict[str, dict[str, float]] = {kind: {} for kind in KINDS}
     for rows, inner, columns in BF16:
         a, b = normal(rows, inner), normal(inner, columns)
-        found["mm_bf16"][f"{rows}x{inner}x{columns}"] = seconds(partial(torch.mm, a, b))
-    one = torch.ones((), device="cuda")
+        seconds_by_kernel["mm_bf16"][f"{rows}x{inner}x{columns}"] = seconds(partial(torch.mm, a, b))
+    scale = torch.ones((), device="cuda")
     for rows, inner, columns in FP8:
         a = normal(rows, inner).to(torch.float8_e4m3fn)
         b = normal(columns, inner).to(torch.float8_e4m3fn).t()
-        found["mm_fp8"][f"{rows}x{inner}x{columns}"] = seconds(
-            partial(torch._scaled_mm, a, b, one, one, out_dtype=torch.bfloat16)
+        seconds_by_kernel["mm_fp8"][f"{rows}x{inner}x{columns}"] = seconds(
+            partial(torch._scaled_mm, a, b, scale, scale, out_dtype=torch.bfloat16)
         )
     for kind in KINDS[2:]:
         for length, width in ATTENTION:
@@ -91,8 +91,8 @@ def measure() -> dict[str, dict[str, float]]:
             upstream = normal(1, heads, length, width)
 
             attend = partial(_attend, getattr(SDPBackend, kind), inputs, upstream)
-            found[kind][f"both {heads}h {length} w{width}"] = seconds(attend)
-    return found
+            seconds_by_kernel[kind][f"both {heads}h {length} w{width}"] = seconds(attend)
+    return seconds_by_kernel
 
 
 def _attend(backend: Any, inputs: list[Any], upstream: Any) -> object:
@@ -106,7 +106,7 @@ def _attend(backend: Any, inputs: list[Any], upstream: Any) -> object:
 
 
 def compare(measured: dict[str, dict[str, float]], key: str) -> list[tuple[str, float, float]]:
-    """Kind and shape, seconds, and the error of what the formulas say, as a ratio less 1."""
+    """Return kernel and shape, measured seconds, and the relative error of the prediction."""
     device = device_by_key(key)
     link = link_by_key(device.link)
     rate = compute_device_rates(Cluster(device, 1, 1, link, link), "bf16", Fp8Recipe.TENSORWISE)
@@ -116,23 +116,23 @@ def compare(measured: dict[str, dict[str, float]], key: str) -> list[tuple[str, 
             if kind.startswith("mm"):
                 rows_, inner, columns = map(int, name.split("x"))
                 few = kind == "mm_fp8"
-                said = product_seconds(rows_, inner, columns, 2, rate, quantized=few)
+                predicted = product_seconds(rows_, inner, columns, 2, rate, quantized=few)
             elif name.startswith("both"):
                 heads, length, width = (int(word.strip("hw")) for word in name.split()[1:])
                 shape = ModelShape(1, heads * width, heads, heads, width, 0, length, 0)
                 run = RunSpec(shape, Parallelism(), Batch(1, 1), dropout=0.0)
                 layer = layer_seconds(run, rate)
-                said = layer.forward_attention + layer.backward_attention
+                predicted = layer.forward_attention + layer.backward_attention
             else:
                 continue
-            rows.append((f"{kind} {name}", took, said / took - 1))
+            rows.append((f"{kind} {name}", took, predicted / took - 1))
     return rows
 
 
 if __name__ == "__main__":
-    task, file, *rest = sys.argv[1:]
+    task, file, *device_keys = sys.argv[1:]
     if task == "measure":
         Path(file).write_text(json.dumps(measure(), indent=1) + "\n")
     else:
-        for case, took, error in compare(json.loads(Path(file).read_text()), *rest):
+        for case, took, error in compare(json.loads(Path(file).read_text()), *device_keys):
             print(f"{case:40} {1e6 * took:9.1f} µs  {error:+.1%}")

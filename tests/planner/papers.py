@@ -20,7 +20,7 @@ PAPERS_FILE = ROOT / "examples" / "gpt3" / "papers.yaml"
 
 @dataclass(frozen=True, kw_only=True)
 class PaperCase:
-    """A model of `papers.yaml`, run with full recomputation and with SP and selective one."""
+    """A model of `papers.yaml` with its times under full recomputation and under SP with selective recomputation."""
 
     name: str
     layers: int
@@ -57,7 +57,7 @@ def load_paper(path: Path = PAPERS_FILE) -> Paper:
 
 
 def paper_specs(paper: Paper, case: PaperCase) -> tuple[RunSpec, RunSpec]:
-    """A paper's case with full and with selective recomputation; attention was not fused then."""
+    """Return a case with full and with selective recomputation, both with unfused attention."""
     shape = ModelShape(
         layers=case.layers,
         hidden=case.hidden,
@@ -81,12 +81,12 @@ def paper_specs(paper: Paper, case: PaperCase) -> tuple[RunSpec, RunSpec]:
 
 
 def paper_runs() -> list[MeasuredRun]:
-    """The eight of arXiv:2205.05198."""
-    found = []
+    """Return the eight runs of arXiv:2205.05198."""
+    runs = []
     paper = load_paper()
     for case in paper.cases:
         cluster = usual_cluster(paper.device, case.tensor * case.pipeline)
         measured = (case.full_seconds, case.selective_seconds)
         for spec, seconds in zip(paper_specs(paper, case), measured, strict=True):
-            found.append(build_measured_run(paper.source, spec, cluster, seconds))
-    return found
+            runs.append(build_measured_run(paper.source, spec, cluster, seconds))
+    return runs

@@ -33,7 +33,7 @@ MakeRequest = Callable[..., Request]
         (Parallelism(data=2, tensor=2), StrategyFamily.HYBRID),
     ],
 )
-def test_every_split_belongs_to_a_family(parallelism: Parallelism, kind: StrategyFamily) -> None:
+def test_every_strategy_belongs_to_a_family(parallelism: Parallelism, kind: StrategyFamily) -> None:
     assert strategy_family(parallelism) is kind
 
 
@@ -59,14 +59,14 @@ def test_a_large_model_is_advised_to_combine(make_request: MakeRequest) -> None:
 
 def test_the_runner_up_is_compared_in_numbers(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt3-1.3b", 8, "rtx4090", 64))
-    first, second, *others = plan.ranked
-    slower = next(one for one in others if not one.is_tied(first))
+    first, second, *remaining = plan.ranked
+    slower = next(candidate for candidate in remaining if not candidate.is_tied(first))
     assert first.strategy in advice_sentences(plan)[3]
     assert second.strategy in advice_sentences(plan)[3]
     assert "ms of" in runner_up_sentence(first, slower)
 
 
-def test_every_part_of_a_time_can_be_what_is_saved(make_request: MakeRequest) -> None:
+def test_every_part_of_the_time_has_a_sentence_for_saving_it(make_request: MakeRequest) -> None:
     winner = search_configurations(make_request("gpt2-large", 2, "h200", 64)).ranked[0]
     for part in TIME_COMPONENTS:
         longer: dict[str, Any] = {part: getattr(winner.seconds, part) + 1.0}
@@ -74,18 +74,20 @@ def test_every_part_of_a_time_can_be_what_is_saved(make_request: MakeRequest) ->
         assert describe_saving(winner, slower).startswith("saves 1,000.0 ms of ")
 
 
-def test_a_slow_network_is_what_binds(make_request: MakeRequest) -> None:
+def test_slow_network_is_named_as_the_bottleneck(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt3-1.3b", 8, "rtx4090", 64, per_node=1))
     assert name_bottleneck(plan).startswith("ethernet-10g (")
 
 
-def test_memory_binds_where_the_device_is_full(make_request: MakeRequest) -> None:
+def test_memory_is_named_as_the_bottleneck_if_the_device_is_full(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt3-13b", 8, "a100", 512))
     assert name_bottleneck(plan) == "memory"
     assert "The bottleneck is memory" in advice_sentences(plan)[-3]
 
 
-def test_what_does_not_fit_is_refused_with_how_much_is_missing(make_request: MakeRequest) -> None:
+def test_refusal_of_a_configuration_that_does_not_fit_names_the_missing_memory(
+    make_request: MakeRequest,
+) -> None:
     sentence = no_fit_sentence(search_configurations(make_request("gpt3-13b", 2, "rtx4090", 2)))
     assert "does not fit on 2 GeForce RTX 4090" in sentence
     assert "misses by" in sentence

@@ -11,35 +11,35 @@ from tests.given import asked_of_plan
 from tests.program import run_plan as main
 
 
-def advised(*words: str) -> dict[str, str]:
-    plan = search_configurations(build_request(asked_of_plan(words)))
-    found = answer_questions(plan)
-    assert len(found) == 10
-    return found
+def advised(*arguments: str) -> dict[str, str]:
+    plan = search_configurations(build_request(asked_of_plan(arguments)))
+    answers = answer_questions(plan)
+    assert len(answers) == 10
+    return answers
 
 
 def test_a_model_that_one_device_holds_needs_no_megatron() -> None:
-    found = advised("--model", "gpt2-large", "--gpus", "2")
-    assert "make train-dp2-zero1-gpt2-large-2gpu" not in " ".join(found.values())
-    assert found["Megatron for this?"].startswith(
+    answers = advised("--model", "gpt2-large", "--gpus", "2")
+    assert "make train-dp2-zero1-gpt2-large-2gpu" not in " ".join(answers.values())
+    assert answers["Megatron for this?"].startswith(
         "Not needed: PyTorch's DDP and FSDP and DeepSpeed"
     )
-    assert found["One device"].startswith("One device is enough")
-    assert "zero2's" not in found["Second"], "another sharding is not another choice"
-    assert "need 1 device." in found["For inference"]
+    assert answers["One device"].startswith("One device is enough")
+    assert "zero2's" not in answers["Second"], "another sharding is not another choice"
+    assert "need 1 device." in answers["For inference"]
 
 
-def test_a_model_that_data_parallelism_cannot_hold_is_worth_megatron() -> None:
-    found = advised("--model", "gpt3-175b", "--gpus", "64", "--gpu", "a100-80g")
-    assert found["Megatron for this?"].startswith("Yes: ")
-    assert "does not fit" in found["Avoid"]
-    assert "pipeline bubble is" in found["Micro batches"]
+def test_megatron_is_recommended_for_a_model_that_data_parallelism_cannot_hold() -> None:
+    answers = advised("--model", "gpt3-175b", "--gpus", "64", "--gpu", "a100-80g")
+    assert answers["Megatron for this?"].startswith("Yes: ")
+    assert "does not fit" in answers["Avoid"]
+    assert "pipeline bubble is" in answers["Micro batches"]
 
 
-def test_what_would_change_the_choice_is_looked_for() -> None:
-    found = advised("--model", "gpt3-13b", "--gpus", "8", "--gpu", "h100")
-    assert "half the memory" in found["What would change it"]
-    assert "a quarter of nvlink4's rate" in found["What would change it"]
+def test_answers_name_the_hardware_changes_that_would_change_the_choice() -> None:
+    answers = advised("--model", "gpt3-13b", "--gpus", "8", "--gpu", "h100")
+    assert "half the memory" in answers["What would change it"]
+    assert "a quarter of nvlink4's rate" in answers["What would change it"]
 
 
 def test_one_device_has_no_alternatives() -> None:
@@ -47,7 +47,9 @@ def test_one_device_has_no_alternatives() -> None:
     assert replies["Avoid"] == "Nothing: one device has no alternatives."
 
 
-def test_a_plan_prints_every_answer_and_its_json_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_prints_every_answer_and_its_json_contains_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     arguments = ("--model", "gpt2-large", "--gpus", "2")
     assert main(arguments) == 0
     printed = " ".join(capsys.readouterr().out.split())
@@ -58,7 +60,7 @@ def test_a_plan_prints_every_answer_and_its_json_none(capsys: pytest.CaptureFixt
     assert "Megatron for this?" not in json.loads(capsys.readouterr().out)
 
 
-def test_what_cannot_be_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_request_gives_a_single_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "gpt2-large", "--gpus", "2", "--gpu", "h1000"]) == 2
     assert "There is no GPU 'h1000'" in capsys.readouterr().err
     assert main(["--model", "gpt3-1t", "--gpus", "2"]) == 1

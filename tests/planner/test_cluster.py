@@ -13,14 +13,14 @@ class Sent:
     wire_bytes: int
 
 
-def test_between_two_ranks_everything_crosses_the_link() -> None:
+def test_all_bytes_cross_the_link_between_two_ranks() -> None:
     calls = (Sent("dp_cp", 1000), Sent("world", 250))
     assert link_seconds(calls, Parallelism(data=2), 1e4) == pytest.approx(1.0)
 
 
 def test_tensor_parallel_groups_on_one_side_do_not_use_the_link() -> None:
     calls = (Sent("tp", 10**6), Sent("dp_cp", 1000))
-    # Two data-parallel rings, one for each tensor-parallel rank, cross and share it.
+    # Two data-parallel rings, one per tensor-parallel rank, cross and share the link.
     assert link_seconds(calls, Parallelism(data=2, tensor=2), 1e4) == pytest.approx(1.6)
 
 

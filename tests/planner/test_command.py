@@ -49,7 +49,7 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("--model gpt2-larg --gpus 2", "did you mean gpt2-large"),
         ("--model gpt2-large --gpus 2 --gpu h201", "did you mean h20"),
@@ -94,27 +94,27 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ("--model gpt2-large --gpus 2 --calibration nowhere.json", "nowhere.json cannot be read"),
     ],
 )
-def test_impossible_requests_are_one_sentence(
-    capsys: pytest.CaptureFixture[str], words: str, message: str
+def test_impossible_request_gives_a_single_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    assert main(words.split()) == 2
+    assert main(arguments.split()) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
 
-def test_a_model_that_does_not_fit_says_how_many_devices_it_takes(
+def test_model_that_does_not_fit_states_the_number_of_devices_it_needs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = "--model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2"
-    assert main(words.split()) == 1
+    arguments = "--model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2"
+    assert main(arguments.split()) == 1
     error = capsys.readouterr().err
     assert "misses by" in error
     assert "It fits on" in error
 
 
-def test_an_indivisible_batch_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_indivisible_batch_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--model", "gpt2-large", "--gpus", "7", "--global-batch", "6"]) == 1
     assert "multiple of the number of devices" in capsys.readouterr().err
 
@@ -161,8 +161,8 @@ def test_schedules_are_compared_and_drawn(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     picture = tmp_path / "schedules.svg"
-    words = f"schedules --pipeline 4 --microbatches 8 --json --svg {picture}"
-    assert main(words.split()) == 0
+    arguments = f"schedules --pipeline 4 --microbatches 8 --json --svg {picture}"
+    assert main(arguments.split()) == 0
     schedules = json.loads(capsys.readouterr().out)
     bubbles = [entry["bubble"] for entry in schedules]
     assert bubbles == pytest.approx([0.375, 0.375, 0.1875, 0.1875, 0.1875])
@@ -173,7 +173,7 @@ def test_schedules_are_compared_and_drawn(
     assert "interleaved 1F1B" in capsys.readouterr().out
 
 
-def test_the_planner_never_imports_torch_nor_draws_unasked() -> None:
+def test_planner_imports_neither_torch_nor_matplotlib_without_a_picture() -> None:
     program = (
         "import sys; from tests.program import run_plan as main; "
         f"main({CONTRACT!r} + ['--json']); "
@@ -184,18 +184,18 @@ def test_the_planner_never_imports_torch_nor_draws_unasked() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=root, check=True, stdout=subprocess.DEVNULL)
 
 
-def test_the_batch_of_ones_own_file_is_taken_as_it_is_written(
+def test_batch_in_a_model_file_is_used_unchanged(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    own = tmp_path / "own.args"
-    own.write_text((ROOT / "examples/gpt3/models/gpt2-large.args").read_text() + "\n")
-    words = ["--model", str(own), "--gpus", "8", "--gpu", "h200"]
+    args_file = tmp_path / "own.args"
+    args_file.write_text((ROOT / "examples/gpt3/models/gpt2-large.args").read_text() + "\n")
+    arguments = ["--model", str(args_file), "--gpus", "8", "--gpu", "h200"]
     stated = load_model("gpt2-large").batch.global_batch_size
-    assert main(words) == 0
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     assert f"a global batch of {stated:,} sequences" in " ".join(out.split())
     assert f"GLOBAL_BATCH={stated}" in out.splitlines()[-1]
-    assert main(["--model", "gpt2-large", *words[2:]]) == 0
+    assert main(["--model", "gpt2-large", *arguments[2:]]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert f"a global batch of {8 * stated:,} sequences" in printed
 
@@ -205,8 +205,10 @@ def test_a_small_model_has_millions_of_parameters(capsys: pytest.CaptureFixture[
     assert "gpt2-tiny has 3.4 million parameters" in capsys.readouterr().out
 
 
-def test_ports_of_a_node_are_said_and_divided(capsys: pytest.CaptureFixture[str]) -> None:
-    words = [
+def test_network_ports_per_node_are_printed_and_shared_by_devices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [
         "--model",
         "gpt3-1.3b",
         "--gpus",
@@ -221,10 +223,10 @@ def test_ports_of_a_node_are_said_and_divided(capsys: pytest.CaptureFixture[str]
     ]
     seconds = []
     for ports in ([], ["--nics", "8"], ["--nics", "1"]):
-        assert main([*words, *ports]) == 0
+        assert main([*arguments, *ports]) == 0
         layout = json.loads(capsys.readouterr().out)["layout"]
         seconds.append(layout["time"]["gradient_sync"])
     assert seconds[0] == seconds[1]
     assert seconds[2] == pytest.approx(8 * seconds[0], rel=0.05)
-    assert main(words[:-3]) == 0
+    assert main(arguments[:-3]) == 0
     assert "one port per GPU unless NICS= says so" in " ".join(capsys.readouterr().out.split())

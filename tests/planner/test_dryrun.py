@@ -71,7 +71,7 @@ def test_175b_on_1024_ranks_equals_the_closed_form(dry_runner: DryRunner) -> Non
         pytest.param(StageSplit(first=1, last=2), 1, 8, marks=pytest.mark.slow),
     ],
 )
-def test_unequal_stages_equal_the_closed_form(
+def test_dry_run_of_unequal_stages_matches_the_closed_form(
     dry_runner: DryRunner, stages: StageSplit, virtual: int, batch: int
 ) -> None:
     layers = 14 if virtual == 2 else 7
@@ -79,10 +79,10 @@ def test_unequal_stages_equal_the_closed_form(
     model = small_model(layers=layers)
     spec = configured(model, split, Batch(1, batch), stages=stages)
     for rank in (0, 4, 15):
-        found = run_case(dry_runner, Case(model, spec, rank))
-        assert found.agrees, found.differences
-        assert found.in_flight == found.report.in_flight
-        measured, closed = found.memory["activations"]
+        result = run_case(dry_runner, Case(model, spec, rank))
+        assert result.agrees, result.differences
+        assert result.in_flight == result.report.in_flight
+        measured, closed = result.memory["activations"]
         # Ids, masks and norms' statistics, left out of the closed form, weigh most beside one layer.
         assert 0 <= measured - closed < 0.05 * closed
 
@@ -97,7 +97,7 @@ _LATENT = (
 
 
 @pytest.mark.parametrize(
-    ("kind", "words", "modules", "split"),
+    ("kind", "arguments", "modules", "split"),
     [
         ("llama", "", "layernorm mlp", Parallelism(tensor=2, sequence_parallel=True)),
         pytest.param("llama", "", "mlp", Parallelism(), marks=pytest.mark.slow),
@@ -120,25 +120,25 @@ _LATENT = (
         pytest.param("untied", _LATENT, "mla_up_proj", Parallelism(), marks=pytest.mark.slow),
     ],
 )
-def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
-    dry_runner: DryRunner, kind: str, words: str, modules: str, split: Parallelism
+def test_recomputed_module_frees_the_predicted_bytes_and_repeats_its_collectives(
+    dry_runner: DryRunner, kind: str, arguments: str, modules: str, split: Parallelism
 ) -> None:
-    # So many logits that the peak is at the loss, where all activations are kept.
-    flags = ("--vocab-size", "50000", *words.split())
+    # The vocabulary is so large that the peak is at the loss, when all activations are stored.
+    flags = ("--vocab-size", "50000", *arguments.split())
     model = apply_flags_to_model(small_model(kind), flags, SHAPE_FLAGS | set(flags))
     spec = configured(model, split, Batch(2, 2 * split.data))
     spec = replace(spec, dtype="bf16")
     whole, recomputing = (
-        run_case(dry_runner, Case(model, replace(spec, recompute=Recompute.parse(each)), 0))
-        for each in ("none", modules)
+        run_case(dry_runner, Case(model, replace(spec, recompute=Recompute.parse(recompute)), 0))
+        for recompute in ("none", modules)
     )
     assert whole.agrees
     assert recomputing.agrees
     measured, closed = recomputing.memory["activations"]
-    # Ids, masks and rotary tables, and a norm's statistics where it is not recomputed.
+    # The closed form omits ids, masks, rotary tables, and statistics of norms that are not recomputed.
     of_layers = 4 * spec.micro_batch_tokens // spec.sequence_shards * (2 * 4 + 2 * 2 * 32)
     assert 0 <= measured - closed <= of_layers
-    # Attention over CP keeps what the kit's own, in place of Transformer Engine's, does.
+    # Under CP the kit's attention, which replaces Transformer Engine's, decides which bytes are stored.
     if modules != "layernorm moe" and split.context == 1:
         dropped, closed = (
             kept - kept_again
@@ -146,7 +146,7 @@ def test_each_module_drops_the_closed_forms_bytes_and_makes_its_calls_again(
                 whole.memory["activations"], recomputing.memory["activations"], strict=True
             )
         )
-        # Norms' statistics, and sines and cosines of 8 columns: both are of four layers.
+        # The closed form omits norm statistics, and sines and cosines of 8 columns, of four layers.
         random_states, statistics = 16, 4 * 2 * 4 * spec.micro_batch_tokens
         tables = 4 * 2 * 2 * 8 * spec.shape.seq_length if spec.shape.latent else 0
         assert -random_states <= dropped - closed <= statistics + tables
@@ -160,7 +160,7 @@ _LAYOUTS = {
     "last stage": (Parallelism(pipeline=2, tensor=2), 3),
 }
 _BY_DEFAULT = {("virtual", "full uniform 2"), ("last stage", "full block 1")}
-"""Each way to checkpoint once."""
+"""Cases of the default suite, one per method of recomputation."""
 
 
 @pytest.mark.parametrize(
@@ -176,16 +176,16 @@ _BY_DEFAULT = {("virtual", "full uniform 2"), ("last stage", "full block 1")}
         for recompute in ("full uniform 2", "full uniform 5", "full block 1")
     ],
 )
-def test_checkpoints_of_several_and_of_some_layers_keep_and_send_what_the_closed_form_has(
+def test_layer_recomputation_matches_closed_form_in_memory_and_communication(
     dry_runner: DryRunner, recompute: str, split: Parallelism, rank: int
 ) -> None:
     model = small_model(layers=6 * split.pipeline)
     batch = Batch(2, 2 * split.pipeline * split.virtual_stages)
     spec = configured(model, split, batch, recompute=Recompute.parse(recompute), dtype="bf16")
-    found = run_case(dry_runner, Case(model, spec, rank))
-    assert found.agrees, found.differences
-    measured, closed = found.memory["peak"]
-    # Norms' statistics, ids and masks, which the closed form leaves out.
+    result = run_case(dry_runner, Case(model, spec, rank))
+    assert result.agrees, result.differences
+    measured, closed = result.memory["peak"]
+    # The closed form omits norm statistics, ids and masks.
     assert 0 <= measured - closed < 0.03 * closed
 
 
@@ -210,7 +210,7 @@ def test_checkpoints_of_several_and_of_some_layers_keep_and_send_what_the_closed
         ),
     ],
 )
-def test_dense_layers_among_those_of_experts_send_and_keep_what_the_closed_form_has(
+def test_mixed_dense_and_expert_layers_match_closed_form_in_memory_and_communication(
     dry_runner: DryRunner, dense: str, split: Parallelism, recompute: str, ranks: tuple[int, ...]
 ) -> None:
     flags = ("--moe-layer-freq", dense)
@@ -218,28 +218,28 @@ def test_dense_layers_among_those_of_experts_send_and_keep_what_the_closed_form_
     spec = configured(model, split, Batch(2, 8 * split.data), dtype="bf16")
     spec = replace(spec, recompute=Recompute.parse(recompute))
     for rank in ranks:
-        found = run_case(dry_runner, Case(model, spec, rank))
-        assert found.agrees, found.differences
-        measured, closed = found.memory["activations"]
+        result = run_case(dry_runner, Case(model, spec, rank))
+        assert result.agrees, result.differences
+        measured, closed = result.memory["activations"]
         # Ids, norms' statistics, and where tokens went.
         assert 0 <= measured - closed < 0.06 * closed
 
 
-def test_under_cp_neither_column_keeps_scores(dry_runner: DryRunner) -> None:
+def test_context_parallelism_stores_no_attention_scores(dry_runner: DryRunner) -> None:
     spec = configured(TINY, Parallelism(context=2), Batch(8, 8))
-    (found,) = of_ranks(dry_runner, TINY, spec, "first")
-    measured, closed = found.memory["activations"]
+    (result,) = of_ranks(dry_runner, TINY, spec, "first")
+    measured, closed = result.memory["activations"]
     assert measured == pytest.approx(closed, rel=0.003)
 
 
-def test_rms_norm_rotary_and_grouped_queries_hold_what_the_closed_form_has(
+def test_memory_of_rms_norm_rotary_and_grouped_queries_matches_closed_form(
     dry_runner: DryRunner,
 ) -> None:
     flags = ("--normalization", "RMSNorm", "--swiglu", "--position-embedding-type", "rope")
     grouped = ("--group-query-attention", "--num-query-groups", "2", "--disable-bias-linear")
     model = apply_flags_to_model(TINY, (*flags, *grouped))
-    (found,) = of_ranks(dry_runner, model, configured(model, Parallelism(), Batch(8, 8)), "first")
-    measured, closed = found.memory["activations"]
+    (result,) = of_ranks(dry_runner, model, configured(model, Parallelism(), Batch(8, 8)), "first")
+    measured, closed = result.memory["activations"]
     assert measured == pytest.approx(closed, rel=0.02)
 
 
@@ -263,7 +263,7 @@ def test_published_pipeline_stages_have_their_published_parameters(dry_runner: D
     assert all(comparison.agrees for comparison in comparisons)
 
 
-def test_state_is_the_closed_form_to_the_byte_and_activations_are_its_kind(
+def test_optimizer_state_matches_closed_form_exactly_and_activations_roughly(
     dry_runner: DryRunner,
 ) -> None:
     spec = configured(TINY, Parallelism(tensor=2), Batch(2, 2))
@@ -280,7 +280,7 @@ def test_state_is_the_closed_form_to_the_byte_and_activations_are_its_kind(
     assert held.phase_peak_bytes[Phase.BACKWARD] <= held.peak_bytes
 
 
-def test_a_bf16_iteration_holds_main_parameters_and_the_distributed_optimizer_a_share(
+def test_distributed_optimizer_holds_its_shard_of_fp32_main_parameters(
     dry_runner: DryRunner,
 ) -> None:
     split = Parallelism(data=4, sharding=Sharding.ZERO1)
@@ -301,7 +301,7 @@ def test_sequence_parallelism_trades_all_reduces_for_gathers_and_scatters(
     assert {Operation.ALL_GATHER, Operation.REDUCE_SCATTER} <= calls
 
 
-def test_what_megatron_refuses_is_reported_in_its_own_words(dry_runner: DryRunner) -> None:
+def test_error_of_megatron_is_reported_verbatim(dry_runner: DryRunner) -> None:
     model = replace(TINY, flags=(*TINY.flags, "--moe-router-topk", "many"))
     spec = configured(model, Parallelism(), Batch(1, 1))
     with pytest.raises(DryRunError, match="The dry run of rank 0 failed: SystemExit"):
@@ -317,7 +317,7 @@ def test_what_megatron_refuses_is_reported_in_its_own_words(dry_runner: DryRunne
         (Parallelism(data=2, expert=2), {}, "EP 2 needs experts and gpt2-tiny is dense"),
     ],
 )
-def test_what_cannot_be_faked_is_one_sentence(
+def test_configuration_that_cannot_be_simulated_gives_a_single_sentence(
     split: Parallelism, changes: dict[str, object], message: str
 ) -> None:
     spec = configured(TINY, split, Batch(1, 12), **changes)
@@ -327,7 +327,7 @@ def test_what_cannot_be_faked_is_one_sentence(
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("--model gpt2-tinny", "did you mean gpt2-tiny"),
         ("--model gpt2-tiny --pipeline 3", "4 layers, which PP 3 does not divide"),
@@ -339,22 +339,22 @@ def test_what_cannot_be_faked_is_one_sentence(
     ],
 )
 def test_bad_requests_are_refused_before_a_process_starts(
-    capsys: pytest.CaptureFixture[str], words: str, message: str
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    assert main(["dryrun", *words.split()]) == 2
+    assert main(["dryrun", *arguments.split()]) == 2
     captured = capsys.readouterr()
     assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
 
-def test_ranks_are_those_of_the_pipeline_s_stages() -> None:
+def test_named_ranks_are_those_of_pipeline_stages() -> None:
     split = Parallelism(data=8, tensor=8, pipeline=16)
     spec = configured(load_model("gpt3-175b"), split, Batch(1, 256))
     assert parse_ranks("first,middle,last,7,0", spec) == (0, 512, 1023, 7)
 
 
-def test_flags_keep_the_model_s_precision_that_cpu_runs_drop() -> None:
+def test_dry_run_keeps_the_precision_of_the_model_which_cpu_runs_drop() -> None:
     model = load_model("gpt3-175b")
     flags = encode_flags(model, configured(model, Parallelism(tensor=8), Batch(1, 1)))
     assert "--bf16" in flags
@@ -366,7 +366,7 @@ def test_uneven_tokens_go_to_the_first_experts() -> None:
     assert np.sum(even_loads(7, 8)) == 7
 
 
-def test_an_expert_gets_an_equal_share_over_ep_and_tp(dry_runner: DryRunner) -> None:
+def test_tokens_are_shared_equally_over_ep_and_tp(dry_runner: DryRunner) -> None:
     model = small_model("moe")
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
     spec = configured(model, split, Batch(1, 4), dtype="bf16")
@@ -374,15 +374,15 @@ def test_an_expert_gets_an_equal_share_over_ep_and_tp(dry_runner: DryRunner) -> 
     assert comparison.differences == ()
 
 
-def test_experts_with_a_padded_capacity_get_as_many_tokens_as_megatron_gives(
+def test_experts_with_padded_capacity_get_the_same_number_of_tokens_as_in_megatron(
     dry_runner: DryRunner,
 ) -> None:
     model = small_model("moe")
-    words = ("--moe-expert-capacity-factor", "1.3", "--moe-pad-expert-input-to-capacity")
-    model = replace(model, flags=(*model.flags, *words))
+    capacity_flags = ("--moe-expert-capacity-factor", "1.3", "--moe-pad-expert-input-to-capacity")
+    model = replace(model, flags=(*model.flags, *capacity_flags))
     split = Parallelism(data=2, tensor=2, expert=2, sequence_parallel=True)
     spec = configured(model, split, Batch(1, 4), dtype="bf16")
-    spec = replace(spec, expert_load=parse_expert_load(Flags(words)))
+    spec = replace(spec, expert_load=parse_expert_load(Flags(capacity_flags)))
     (comparison,) = of_ranks(dry_runner, model, spec, "last")
     assert comparison.differences == ()
 
@@ -396,7 +396,7 @@ def test_experts_with_a_padded_capacity_get_as_many_tokens_as_megatron_gives(
     ],
     ids=["whole experts under tp", "distributed optimizer"],
 )
-def test_experts_in_their_own_split_or_with_sharded_state_make_the_calls_named(
+def test_expert_tensor_parallelism_and_sharded_state_make_the_listed_collectives(
     dry_runner: DryRunner, split: Parallelism
 ) -> None:
     model = small_model("moe")
@@ -405,7 +405,7 @@ def test_experts_in_their_own_split_or_with_sharded_state_make_the_calls_named(
     assert comparison.differences == ()
 
 
-def test_tables_and_data_say_that_all_calls_are_equal(dry_runner: DryRunner) -> None:
+def test_tables_and_json_state_that_all_collectives_match(dry_runner: DryRunner) -> None:
     spec = configured(TINY, Parallelism(pipeline=2), Batch(1, 2))
     (comparison,) = of_ranks(dry_runner, TINY, spec, "last")
     assert comparison_sentence(comparison).startswith("Parameters and all ")
@@ -420,8 +420,8 @@ def test_tables_and_data_say_that_all_calls_are_equal(dry_runner: DryRunner) -> 
 
 @pytest.mark.slow
 def test_the_command_prints_every_call_and_category(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "dryrun --model gpt2-tiny --pipeline 2 --micro-batch 1 --ranks last --json"
-    assert main(words.split()) == 0
+    arguments = "dryrun --model gpt2-tiny --pipeline 2 --micro-batch 1 --ranks last --json"
+    assert main(arguments.split()) == 0
     data = json.loads(capsys.readouterr().out)
     (rank,) = data["ranks"]
     assert data["strategy"] == "pp2"
@@ -433,7 +433,7 @@ def test_the_command_prints_every_call_and_category(capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.slow
-def test_a_model_that_the_kits_data_would_change_is_named_behind_the_first_line(
+def test_model_that_the_data_of_the_kit_would_change_is_named_after_the_first_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = apply_flags_to_model(TINY, ("--vocab-size", "4096"))
@@ -443,16 +443,18 @@ def test_a_model_that_the_kits_data_would_change_is_named_behind_the_first_line(
 
 
 @pytest.mark.slow
-def test_the_best_of_a_plan_are_verified(capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--model gpt2-tiny --gpus 2 --gpu h200 --global-batch 64 --verify 2 --json"
-    assert main(words.split()) == 0
+def test_plan_verifies_its_best_configurations_by_dry_run(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = "--model gpt2-tiny --gpus 2 --gpu h200 --global-batch 64 --verify 2 --json"
+    assert main(arguments.split()) == 0
     verified = json.loads(capsys.readouterr().out)["verified"]
     assert sum(bool(entry["ranks"]) for entry in verified) == 2
     assert all(rank["agrees"] for entry in verified for rank in entry["ranks"])
     assert all(entry["ranks"] or entry["refusal"] for entry in verified)
 
 
-def test_asking_for_a_dry_run_imports_no_torch_here() -> None:
+def test_requesting_a_dry_run_imports_no_torch_in_this_process() -> None:
     program = (
         "import sys, parakit.planner.dryrun.command, parakit.planner.dryrun.comparison; "
         "sys.exit('torch' in sys.modules)"
@@ -460,7 +462,7 @@ def test_asking_for_a_dry_run_imports_no_torch_here() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
-def test_a_strategys_name_is_the_degrees_that_options_give_one_by_one() -> None:
+def test_strategy_name_equals_degrees_from_separate_options() -> None:
     model = find_model("gpt3-175b")
     named = given("dryrun", {"MODEL": "gpt3-175b", "STRATEGY": "tp8pp16dp8-zero1"})
     degrees = "--tensor 8 --pipeline 16 --data 8 --distributed-optimizer"

@@ -60,7 +60,7 @@ def gpus(spec: RunSpec, graphs: bool = True) -> Cluster:
 
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("experts", [False, True])
-def test_attention_then_an_mlp_or_experts_is_a_transformers_layer(
+def test_attention_block_followed_by_mlp_or_experts_costs_a_transformer_layer(
     tensor: int, experts: bool
 ) -> None:
     whole = DENSE
@@ -79,14 +79,14 @@ def test_attention_then_an_mlp_or_experts_is_a_transformers_layer(
         sent, wanted_sent = (sum_bytes_by_group(rank_collectives(run)) for run in (hybrid, plain))
         logged = Group.TENSOR_CONTEXT  # The router's losses: a number a block, not a layer.
         assert {**sent, logged: 0} == {**wanted_sent, logged: 0}
-        found, wanted = (iteration_seconds(run, gpus(run)) for run in (hybrid, plain))
+        times, expected = (iteration_seconds(run, gpus(run)) for run in (hybrid, plain))
         for part in ("matmul", "attention", "memory_bound", "expert_parallel", "optimizer"):
-            assert getattr(found, part) == pytest.approx(getattr(wanted, part), rel=1e-6)
+            assert getattr(times, part) == pytest.approx(getattr(expected, part), rel=1e-6)
         # A call is hidden behind its own block's weight gradients, not behind the whole layer's.
-        assert found.tensor_parallel >= (1 - 1e-6) * wanted.tensor_parallel
+        assert times.tensor_parallel >= (1 - 1e-6) * expected.tensor_parallel
 
 
-def test_a_mixer_has_the_parameters_of_megatrons() -> None:
+def test_mixer_parameters_match_megatron() -> None:
     # MambaMixer of megatron-core 0.19.0, built on a CPU: conv1d (3072, 1, 4) and (3072), dt_bias, A_log
     # and D (16), in_proj (4112, 512), norm (1024), out_proj (512, 1024); beside it the block's own norm.
     shape = replace(DENSE, blocks="M", layers=1, mamba=MIXER)
@@ -94,13 +94,13 @@ def test_a_mixer_has_the_parameters_of_megatrons() -> None:
     assert total_parameters(shape) - total_parameters(without) == 2_646_064 + 512
 
 
-def test_a_mixer_is_split_by_heads_and_its_block_calls_tp_once_each_way() -> None:
+def test_tensor_parallel_mixer_is_split_by_heads_with_a_collective_per_direction() -> None:
     shape = replace(DENSE, blocks="M" * 6, layers=1, mamba=MIXER)
     mixer = rank_parameters(on_gpus(shape)).attention
     assert rank_parameters(on_gpus(shape, 2)).attention == mixer / 2
     mixers, layers = (
-        sum(call.total_payload_bytes for call in layer_collectives(on_gpus(found, 2)))
-        for found in (shape, DENSE)
+        sum(call.total_payload_bytes for call in layer_collectives(on_gpus(model_shape, 2)))
+        for model_shape in (shape, DENSE)
     )
     assert mixers == layers / 2
 
@@ -108,7 +108,7 @@ def test_a_mixer_is_split_by_heads_and_its_block_calls_tp_once_each_way() -> Non
 @pytest.mark.parametrize(
     ("model", "total", "active"),
     [
-        # Published: 31.6 and 3.6 billion, 120.6 and 12.7 without the two depths ahead, 400 and 17.
+        # Published: 31.6 and 3.6 billion; 120.6 and 12.7 without the two MTP layers; 400 and 17.
         ("nemotron-3-nano", 31_577_937_344, 3_580_073_408),
         ("nemotron-3-super", 120_668_687_360, 12_770_216_960),
         ("llama4-maverick-400b", 400_712_504_320, 17_185_346_560),
@@ -121,14 +121,14 @@ def test_published_hybrids_have_their_parameters(model: str, total: int, active:
     assert (total_parameters(main), active_parameters(main)) == (total, active)
 
 
-def test_a_token_ahead_costs_its_blocks_a_projection_and_the_output_layer_again() -> None:
-    one = replace(DENSE, blocks="*-", layers=1)
-    two = replace(one, blocks="*-/*-")
+def test_mtp_depth_costs_its_blocks_a_projection_and_another_output_layer() -> None:
+    single = replace(DENSE, blocks="*-", layers=1)
+    double = replace(single, blocks="*-/*-")
     joined = 2 * 2 * DENSE.hidden**2
-    assert token_flops(two).total == 2 * token_flops(one).total + joined
+    assert token_flops(double).total == 2 * token_flops(single).total + joined
 
 
-def test_blocks_that_stay_in_half_precision_take_the_time_of_such_blocks() -> None:
+def test_blocks_kept_in_bf16_take_bf16_time() -> None:
     shape = replace(DENSE, hidden=4096, ffn_hidden=16384, blocks="*-*-", layers=1)
     half, fp8_recipe = on_gpus(shape), replace(on_gpus(shape), fp8_recipe=Fp8Recipe.MXFP8)
     mixed, all_half = (replace(fp8_recipe, unquantised_blocks=blocks) for blocks in ("*-", "*-*-"))
@@ -152,30 +152,30 @@ HYBRID_ARGS = f"""--num-layers 5
 """
 
 
-def planned(file: Path, *words: str) -> Request:
+def planned(file: Path, *flags: str) -> Request:
     file.write_text(HYBRID_ARGS)
-    given = ["--model", str(file), "--gpus", "4", "--gpu", "h100", *words]
-    return build_request(asked_of_plan(given))
+    arguments = ["--model", str(file), "--gpus", "4", "--gpu", "h100", *flags]
+    return build_request(asked_of_plan(arguments))
 
 
-def test_a_pattern_in_a_models_file_is_what_is_planned_without_pp_and_cp(tmp_path: Path) -> None:
+def test_block_pattern_of_a_model_file_is_planned_without_pp_and_cp(tmp_path: Path) -> None:
     request = planned(tmp_path / "own.args")
     shape = request.template.shape
     assert (shape.layers, shape.blocks) == (1, PATTERN)
-    found = [candidate.spec.parallelism for candidate in search_configurations(request).ranked]
-    assert found
-    assert {(split.pipeline, split.context) for split in found} == {(1, 1)}
-    assert max(split.tensor for split in found) <= 2
+    splits = [candidate.spec.parallelism for candidate in search_configurations(request).ranked]
+    assert splits
+    assert {(split.pipeline, split.context) for split in splits} == {(1, 1)}
+    assert max(split.tensor for split in splits) <= 2
 
 
-def test_a_pattern_over_pp_or_cp_is_refused_by_name(tmp_path: Path) -> None:
+def test_block_pattern_with_pp_or_cp_is_refused(tmp_path: Path) -> None:
     template = planned(tmp_path / "own.args").template
     for split, word in ((Parallelism(pipeline=2), "PP 1"), (Parallelism(context=2), "CP 1")):
         refused = find_violations(replace(template, parallelism=split))
         assert any(PATTERN in sentence and word in sentence for sentence in refused)
 
 
-def test_a_block_that_no_formula_knows_is_refused_with_those_that_are(tmp_path: Path) -> None:
+def test_refusal_of_an_unknown_block_lists_the_known_blocks(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"has the unknown block 'X'; use blocks of M \* - E / G"):
         planned(tmp_path / "own.args", "--extra", "--hybrid-layer-pattern M*X-")
     with pytest.raises(ValueError, match=r"linear attention \(G\), .*; use blocks of M \* - E /"):

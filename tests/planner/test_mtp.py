@@ -40,12 +40,12 @@ def run(depths: int = 1, split: Parallelism = ALONE, **changes: object) -> RunSp
     return replace(plain, **changes)  # type: ignore[arg-type]
 
 
-def test_a_depth_is_a_layer_three_norms_and_a_projection_from_twice_the_width() -> None:
+def test_mtp_layer_has_parameters_of_a_layer_three_norms_and_a_projection() -> None:
     sizes = [total_parameters(run(depths).shape) for depths in (0, 1, 2)]
     assert sizes == [sizes[0], sizes[0] + LAYER + JOINING, sizes[0] + 2 * (LAYER + JOINING)]
 
 
-def test_the_last_stage_has_an_embedding_for_the_tokens_ahead_beside_its_output_layer() -> None:
+def test_last_stage_holds_an_embedding_for_mtp_and_the_output_layer() -> None:
     split = Parallelism(pipeline=2)
     first, last = (rank_parameters(run(1, split), rank) for rank in (0, 1))
     assert first == rank_parameters(run(0, split), 0)
@@ -54,7 +54,7 @@ def test_the_last_stage_has_an_embedding_for_the_tokens_ahead_beside_its_output_
     assert last.total - without.total == TABLE + LAYER + JOINING
 
 
-def test_depths_lie_behind_the_last_stages_layers_which_a_recipe_makes_fewer() -> None:
+def test_mtp_layers_are_on_the_last_stage_which_a_recipe_gives_fewer_layers() -> None:
     assert [run(1, Parallelism(pipeline=2)).num_layers_on_stage(rank) for rank in (0, 1)] == [2, 3]
     deep = replace(TINY, layers=61, mtp_layers=1)
     laid = run(
@@ -71,14 +71,14 @@ def test_depths_lie_behind_the_last_stages_layers_which_a_recipe_makes_fewer() -
     )
 
 
-def test_a_depth_multiplies_its_layer_the_joined_projection_and_the_logits() -> None:
+def test_flops_of_mtp_layer_are_those_of_layer_projection_and_logits() -> None:
     none, two = token_flops(run(0).shape), token_flops(run(2).shape)
     assert two.logits == 3 * none.logits
     assert two.mlp == none.mlp * 6 // 4
     assert two.attention_projections == none.attention_projections * 6 // 4 + 2 * 2 * 2 * 8 * 8
 
 
-def test_a_depth_keeps_six_hidden_states_beside_its_layer_and_its_softmax_in_fp32() -> None:
+def test_mtp_layer_stores_six_hidden_states_and_fp32_softmax_for_backward() -> None:
     state = residual_bytes(run())
     layer = (activation_bytes(run(0)) - 2 * state) // 4
     assert activation_bytes(run(1)) - activation_bytes(run(0)) == layer + 6 * state
@@ -88,7 +88,7 @@ def test_a_depth_keeps_six_hidden_states_beside_its_layer_and_its_softmax_in_fp3
     assert [logits_bytes(run(depths)) for depths in (0, 2)] == [6 * logits, 14 * logits]
 
 
-def test_its_embedding_is_the_only_dropout_of_a_depth_beside_its_layers() -> None:
+def test_mtp_layer_adds_a_single_dropout_after_its_embedding() -> None:
     masked = run(1, dropout=0.1)
     masks = activation_bytes(masked) - activation_bytes(run(1))
     plain = activation_bytes(replace(masked, shape=TINY)) - activation_bytes(run(0))
@@ -96,7 +96,7 @@ def test_its_embedding_is_the_only_dropout_of_a_depth_beside_its_layers() -> Non
     assert masks - plain == of_layers + embedding_bytes(masked)
 
 
-def test_first_and_last_stage_add_up_the_embeddings_gradients_tied_or_not() -> None:
+def test_first_and_last_stage_reduce_embedding_gradients_even_if_untied() -> None:
     split = Parallelism(pipeline=2)
     for tied in (True, False):
         spec = run(1, split, shape=replace(TINY, mtp_layers=1, tied_embeddings=tied))
@@ -106,13 +106,13 @@ def test_first_and_last_stage_add_up_the_embeddings_gradients_tied_or_not() -> N
         ]
 
 
-def test_learned_positions_are_refused_as_megatron_does() -> None:
+def test_learned_positions_are_refused_with_mtp() -> None:
     refused = find_violations(run(1, shape=replace(LEARNED, mtp_layers=1)))
     assert [sentence for sentence in refused if "--position-embedding-type rope" in sentence]
     assert not find_violations(run(1))
 
 
-def test_the_last_stage_takes_longer_by_layer_joining_embedding_and_head() -> None:
+def test_last_stage_takes_longer_by_the_parts_of_the_mtp_layer() -> None:
     split = Parallelism(pipeline=2)
     shape = replace(TINY, hidden=1024, head_width=256, ffn_hidden=4096, seq_length=1024)
     device = device_by_key("h100")
@@ -152,21 +152,21 @@ _SP2 = Parallelism(tensor=2, sequence_parallel=True)
         pytest.param("moe", 1, replace(_SP2, pipeline=2, data=2, expert=2), marks=pytest.mark.slow),
     ],
 )
-def test_megatrons_own_modules_have_the_parameters_calls_and_bytes(
+def test_dry_run_of_mtp_matches_closed_form_in_parameters_communication_and_memory(
     dry_runner: DryRunner, kind: str, depths: int, split: Parallelism
 ) -> None:
-    # So many logits that the peak is at the loss, where all activations are kept.
-    words = f"--vocab-size 50000 --position-embedding-type rope --mtp-num-layers {depths}"
-    model = apply_flags_to_model(small_model(kind), words.split(), SHAPE_FLAGS)
+    # The vocabulary is so large that the peak is at the loss, when all activations are stored.
+    mtp_flags = f"--vocab-size 50000 --position-embedding-type rope --mtp-num-layers {depths}"
+    model = apply_flags_to_model(small_model(kind), mtp_flags.split(), SHAPE_FLAGS)
     spec = spec_from_model(model, split, Batch(2, 2 * split.data * split.pipeline))
     spec = replace(spec, dtype="bf16")
     for rank in {0, split.world_size - 1}:
-        found = run_case(dry_runner, Case(model, spec, rank))
-        assert found.agrees, found.differences
-    measured, closed = found.memory["logits and temporaries"]
+        result = run_case(dry_runner, Case(model, spec, rank))
+        assert result.agrees, result.differences
+    measured, closed = result.memory["logits and temporaries"]
     assert measured == pytest.approx(closed, rel=0.003)
     if kind != "moe":  # Experts are kept otherwise without Transformer Engine.
-        measured, closed = found.memory["activations"]
+        measured, closed = result.memory["activations"]
         # Norms' statistics, rotary tables, and masks of attention, of as many layers as there are.
         layers = spec.num_layers_on_stage(split.pipeline - 1)
         assert 0 <= measured - closed <= 4500 * (layers + depths)

@@ -1,4 +1,4 @@
-"""An optimizer on the host: what the device no longer holds, and what that costs."""
+"""Optimizer offload: the memory that it frees on the device, and the time that it costs."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -33,38 +33,40 @@ def rate(host: HostRates | None, **execution: bool) -> DeviceRates:
     return replace(compute_device_rates(cluster, "bf16"), host=host, bytes_per_second=1e30)
 
 
-@pytest.mark.filterwarnings("ignore")  # Of imports without Transformer Engine.
+@pytest.mark.filterwarnings("ignore")  # Imports warn without Transformer Engine.
 @pytest.mark.parametrize("share", [0.3, 0.5, 1.0])
-def test_the_device_keeps_what_megatrons_optimizer_leaves_on_it(
+def test_device_memory_matches_tensors_that_the_hybrid_optimizer_keeps_on_the_device(
     monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     import torch
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)  # Fake ones have none.
+    monkeypatch.setattr(
+        torch.Tensor, "pin_memory", lambda tensor: tensor
+    )  # Fake tensors have no data pointer.
     sizes = rank_tensors(offloaded(share))
     with FakeTensorMode():
         weights = [torch.empty(size, dtype=torch.bfloat16, device="cuda") for size in sizes]
         asked = SimpleNamespace(param_groups=[{"params": weights}], param_update_in_fp32=True)
         _, groups, *_ = HybridDeviceOptimizer._get_sub_optimizer_param_groups(asked, share)
-        left = [tensor for group in groups for tensor in group["params"]]
-    assert all(tensor.dtype is torch.float32 and tensor.is_cuda for tensor in left)
+        on_device = [tensor for group in groups for tensor in group["params"]]
+    assert all(tensor.dtype is torch.float32 and tensor.is_cuda for tensor in on_device)
     memory = estimate_rank_memory(offloaded(share))
-    kept = sum(tensor.nbytes for tensor in left)
+    kept = sum(tensor.nbytes for tensor in on_device)
     assert kept <= memory.main_parameters <= kept + 4 * max(sizes)
     assert memory.optimizer_state == 2 * memory.main_parameters
     assert (share < 1) == bool(kept) == bool(memory.main_parameters)
     assert memory.gradients == 4 * N
 
 
-def test_cpu_ranks_have_no_other_host() -> None:
+def test_cpu_ranks_keep_the_offloaded_optimizer_in_their_memory() -> None:
     memory = estimate_rank_memory(offloaded(1.0, device=DeviceKind.CPU))
     assert (memory.main_parameters, memory.optimizer_state) == (4 * N, 8 * N)
 
 
-def test_copies_and_update_follow_one_another_or_run_beside_each_other() -> None:
-    # 4 bytes a parameter each way at 1 byte/s, 28 at 10.
+def test_copies_and_update_run_in_sequence_or_overlapped() -> None:
+    # Copies move 4 bytes per parameter each way at 1 byte/s; the update moves 28 bytes at 10 bytes/s.
     after = optimizer_seconds(offloaded(1.0), rate(HOST), 0)
     assert after == pytest.approx((4 + 2.8 + 4) * N)
     beside = optimizer_seconds(offloaded(1.0), rate(HOST, overlap_offload=True), 0)

@@ -60,45 +60,52 @@ SPLITS = (
         pytest.param(1, 4, 2, 4, marks=pytest.mark.slow),
     ],
 )
-def test_flags_of_the_shape_together_have_megatrons_parameters(
+def test_parameters_match_megatron_for_combined_shape_flags(
     dry_runner: DryRunner, attention: int, mlp: int, end: int, split: int
 ) -> None:
-    assert_counted(dry_runner, (ATTENTIONS[attention], MLPS[mlp], ENDS[end]), SPLITS[split])
+    assert_parameters_match(
+        dry_runner, (ATTENTIONS[attention], MLPS[mlp], ENDS[end]), SPLITS[split]
+    )
 
 
 @pytest.mark.parametrize(
-    "words",
+    "flags",
     [
-        "--multi-latent-attention --position-embedding-type rope",  # All ranks are Megatron's own.
+        # The low ranks of latent attention are Megatron's defaults.
+        "--multi-latent-attention --position-embedding-type rope",
         "--group-query-attention",
-        "--num-query-groups 2",  # It says nothing alone.
+        "--num-query-groups 2",  # This flag alone changes nothing.
     ],
 )
-def test_what_flags_leave_out_is_megatrons_default(dry_runner: DryRunner, words: str) -> None:
-    assert_counted(dry_runner, (words, "", ""), SPLITS[0])
+def test_omitted_shape_flags_have_the_defaults_of_megatron(
+    dry_runner: DryRunner, flags: str
+) -> None:
+    assert_parameters_match(dry_runner, (flags, "", ""), SPLITS[0])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("norm", ["", "--disable-bias-linear --normalization RMSNorm"])
 @pytest.mark.parametrize("attention", range(len(ATTENTIONS)))
-def test_every_attention_with_every_mlp_has_megatrons_parameters(
+def test_parameters_match_megatron_for_every_attention_and_mlp(
     dry_runner: DryRunner, attention: int, norm: str
 ) -> None:
-    for place, mlp in enumerate(MLPS, start=attention):
-        words = (ATTENTIONS[attention], mlp, ENDS[place % len(ENDS)], norm)
-        assert_counted(dry_runner, words, SPLITS[(place + attention) % len(SPLITS)])
+    for index, mlp in enumerate(MLPS, start=attention):
+        flags = (ATTENTIONS[attention], mlp, ENDS[index % len(ENDS)], norm)
+        assert_parameters_match(dry_runner, flags, SPLITS[(index + attention) % len(SPLITS)])
 
 
-def assert_counted(runner: DryRunner, words: tuple[str, ...], split: Parallelism) -> None:
-    if "--num-experts" in words[1]:
-        words = (*words, "--disable-bias-linear --moe-token-dispatcher-type alltoall")
+def assert_parameters_match(
+    runner: DryRunner, flag_groups: tuple[str, ...], split: Parallelism
+) -> None:
+    if "--num-experts" in flag_groups[1]:
+        flag_groups = (*flag_groups, "--disable-bias-linear --moe-token-dispatcher-type alltoall")
     else:
         split = replace(split, expert=1)
-    given = " ".join(words).split()
-    model = apply_flags_to_model(small_model(), given, SHAPE_FLAGS | set(given))
+    arguments = " ".join(flag_groups).split()
+    model = apply_flags_to_model(small_model(), arguments, SHAPE_FLAGS | set(arguments))
     spec = spec_from_model(model, split, Batch(1, split.pipeline * split.data))
     for rank in sorted({0, split.world_size - split.world_size // split.pipeline}):
-        found = run_case(runner, Case(model, spec, rank)).report.parameters
+        parameters = run_case(runner, Case(model, spec, rank)).report.parameters
         counted = rank_parameters(drop_transformer_engine(spec), split.pipeline_rank(rank)).total
-        assert found == counted, (model.flags, split, rank)
+        assert parameters == counted, (model.flags, split, rank)

@@ -43,34 +43,34 @@ LLAMA = {
 }
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, object]:
-    assert main([*words, "--json"]) == 0
-    found: dict[str, object] = json.loads(capsys.readouterr().out)
-    return found
+def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, object]:
+    assert main([*arguments, "--json"]) == 0
+    data: dict[str, object] = json.loads(capsys.readouterr().out)
+    return data
 
 
-def test_one_layout_is_timed_as_the_search_would_time_it(
+def test_named_strategy_has_the_time_that_the_search_computes(
     capsys: pytest.CaptureFixture[str], make_request: Callable[..., Request]
 ) -> None:
-    found = answer(capsys, *STRATEGY, "--global-batch", "64", "--recompute", "full")
+    data = answer(capsys, *STRATEGY, "--global-batch", "64", "--recompute", "full")
     request = make_request("gpt2-large", 2, "h200", 64)
     spec = spec_from_model(load_model("gpt2-large"), Parallelism(tensor=2), Batch(2, 64))
     spec = replace(spec, recompute=Recompute.FULL)
-    layout = found["layout"]
+    layout = data["layout"]
     assert isinstance(layout, dict)
     assert layout["iteration_seconds"] == pytest.approx(
         evaluate_configuration(request, spec).seconds.total
     )
     assert layout["recompute"] == "full"
-    assert found["what_if"] is None
+    assert data["what_if"] is None
 
 
-def test_what_if_stands_beside_it_in_text_data_and_picture(
+def test_what_if_is_shown_in_text_json_and_picture(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    words = [*STRATEGY, "--global-batch", "64", "--what-if", "GPU=b200 MICRO_BATCH=4"]
+    arguments = [*STRATEGY, "--global-batch", "64", "--what-if", "GPU=b200 MICRO_BATCH=4"]
     picture = tmp_path / "layout.svg"
-    assert main([*words, "--svg", str(picture)]) == 0
+    assert main([*arguments, "--svg", str(picture)]) == 0
     text = capsys.readouterr().out
     assert "gpt2-large as tp2 on 2 H200" in text
     assert "times as fast" in text
@@ -78,13 +78,13 @@ def test_what_if_stands_beside_it_in_text_data_and_picture(
     drawn = "".join(ElementTree.parse(picture).getroot().itertext())
     assert "exposed TP" in drawn
     assert "B200" in drawn
-    other = answer(capsys, *words)["what_if"]
+    other = answer(capsys, *arguments)["what_if"]
     assert isinstance(other, dict)
     assert (other["gpu"], other["layout"]["micro_batch_size"]) == ("b200", 4)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("arguments", "message"),
     [
         ("--strategy tp8pp16dp8 --gpus 512", "multiplies to 1,024 devices, not 512"),
         ("--strategy tp3 --global-batch 3", "which TP 3 does not divide"),
@@ -100,10 +100,10 @@ def test_what_if_stands_beside_it_in_text_data_and_picture(
         ("--gpus 2 --micro-batch 2", "MICRO_BATCH= is of one strategy; name it: STRATEGY="),
     ],
 )
-def test_layouts_that_cannot_be_are_one_sentence(
-    capsys: pytest.CaptureFixture[str], words: str, message: str
+def test_impossible_strategy_gives_a_single_sentence(
+    capsys: pytest.CaptureFixture[str], arguments: str, message: str
 ) -> None:
-    assert main(["--model", "gpt2-large", *words.split()]) == 2
+    assert main(["--model", "gpt2-large", *arguments.split()]) == 2
     assert message in capsys.readouterr().err
 
 
@@ -114,19 +114,19 @@ def test_layouts_that_cannot_be_are_one_sentence(
         ("--lr 1e-4 --micro-batch-size 2", "EXTRA has --micro-batch-size, which MICRO_BATCH= says"),
     ],
 )
-def test_flags_that_contradict_the_layout_or_one_another_are_refused(
+def test_flags_that_contradict_the_strategy_or_each_other_are_refused(
     capsys: pytest.CaptureFixture[str], extra: str, message: str
 ) -> None:
     assert main([*STRATEGY, f"--extra={extra}"]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_two_layouts_stand_side_by_side_at_80_columns(
+def test_what_if_columns_fit_80_columns(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parakit.planner.command.wide_console", lambda: Console(width=80))
-    words = ["--model", "gpt3-175b", "--strategy", "sp8vpp16x6dp8-zero1", "--gpu", "a100"]
-    assert main([*words, "--what-if", "GPU=b200"]) == 0
+    arguments = ["--model", "gpt3-175b", "--strategy", "sp8vpp16x6dp8-zero1", "--gpu", "a100"]
+    assert main([*arguments, "--what-if", "GPU=b200"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
     (total,) = (line for line in lines if line.startswith(" total"))
@@ -138,45 +138,47 @@ def test_any_args_file_is_a_model_and_extra_flags_change_it(
 ) -> None:
     file = tmp_path / "mine.args"
     file.write_text(SMALL)
-    words = ["--model", str(file), "--strategy", "pp4", "--gpu", "h100", "--global-batch", "4"]
-    assert main(words) == 2
+    arguments = ["--model", str(file), "--strategy", "pp4", "--gpu", "h100", "--global-batch", "4"]
+    assert main(arguments) == 2
     assert "6 layers, which PP 4 does not divide" in capsys.readouterr().err
     counted = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
-    found = answer(capsys, *words, f"--extra={counted} --no-mmap-bin-files")
-    assert found["model"] == "mine"
-    assert found["ignored_flags"] == ["--no-mmap-bin-files"]
-    deeper = answer(capsys, *words, "--extra=--num-layers 8")
+    data = answer(capsys, *arguments, f"--extra={counted} --no-mmap-bin-files")
+    assert data["model"] == "mine"
+    assert data["ignored_flags"] == ["--no-mmap-bin-files"]
+    deeper = answer(capsys, *arguments, "--extra=--num-layers 8")
     assert deeper["ignored_flags"] == []
 
 
-def test_an_imbalance_is_stated_beside_a_balanced_layout(
+def test_what_if_with_expert_imbalance_is_compared_with_balance(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--model", "mixtral-8x7b", "--gpu", "h100", "--strategy", "sp2ep8dp4-zero1"]
-    words += ["--global-batch", "64", "--what-if", "IMBALANCE=1.3"]
-    assert main(words) == 0
+    arguments = ["--model", "mixtral-8x7b", "--gpu", "h100", "--strategy", "sp2ep8dp4-zero1"]
+    arguments += ["--global-batch", "64", "--what-if", "IMBALANCE=1.3"]
+    assert main(arguments) == 0
     text = capsys.readouterr().out
     assert "sp2ep8dp4-zero1 on 64 H100 SXM 80 GB (8 nodes, " in text
     assert "sp2ep8dp4-zero1 on 64 H100 SXM 80 GB, imbalance 1.3" in text
-    balanced = answer(capsys, *words)
+    balanced = answer(capsys, *arguments)
     busier = balanced["what_if"]
     assert isinstance(balanced["layout"], dict)
     assert isinstance(busier, dict)
     assert busier["layout"]["memory_bytes"] > balanced["layout"]["memory_bytes"]
     limit = "--moe-router-force-load-balancing --moe-expert-capacity-factor 1.0"
-    limited = answer(capsys, *words[:-2], f"--extra={limit}")
+    limited = answer(capsys, *arguments[:-2], f"--extra={limit}")
     assert limited["ignored_flags"] == []
     assert isinstance(limited["layout"], dict)
     assert limited["layout"]["iteration_seconds"] == balanced["layout"]["iteration_seconds"]
 
 
-def test_cpu_ranks_are_planned_as_they_train(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "gpt2-tiny", "--strategy", "cp2", "--gpu", "cpu"]
-    assert main(words) == 0
+def test_cpu_ranks_are_planned_with_the_flags_of_training(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", "gpt2-tiny", "--strategy", "cp2", "--gpu", "cpu"]
+    assert main(arguments) == 0
     assert "make train-cp2-gpt2-tiny-2cpu MICRO_BATCH=4\n" in capsys.readouterr().out
-    assert time_strategy(asked_of_plan(words)).candidate.spec.cp_comm_type == "all_gather"
-    words[3:] = ["dp2", "--gpu", "cpu", "--micro-batch", "2"]
-    timed = time_strategy(asked_of_plan(words))
+    assert time_strategy(asked_of_plan(arguments)).candidate.spec.cp_comm_type == "all_gather"
+    arguments[3:] = ["dp2", "--gpu", "cpu", "--micro-batch", "2"]
+    timed = time_strategy(asked_of_plan(arguments))
     flags = [*timed.request.model.flags, "--transformer-impl", "local"]
     flags += ["--micro-batch-size", "2", "--global-batch-size", "8"]
     trained = spec_from_flags(flags, 2, DeviceKind.CPU)
@@ -184,10 +186,12 @@ def test_cpu_ranks_are_planned_as_they_train(capsys: pytest.CaptureFixture[str])
     assert timed.candidate.seconds.total == pytest.approx(seconds)
 
 
-def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "gpt3-13b", "--strategy", "sp4dp64-zero1", "--global-batch", "256"]
-    plain = answer(capsys, *words)["layout"]
-    overlapped = answer(capsys, *words, "--extra=--overlap-grad-reduce --overlap-param-gather")
+def test_overlapping_gradient_reduction_makes_a_strategy_faster(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", "gpt3-13b", "--strategy", "sp4dp64-zero1", "--global-batch", "256"]
+    plain = answer(capsys, *arguments)["layout"]
+    overlapped = answer(capsys, *arguments, "--extra=--overlap-grad-reduce --overlap-param-gather")
     beside = overlapped["layout"]
     assert isinstance(plain, dict)
     assert isinstance(beside, dict)
@@ -195,18 +199,18 @@ def test_overlap_of_gradients_makes_a_layout_faster(capsys: pytest.CaptureFixtur
     assert overlapped["ignored_flags"] == []
 
 
-def test_megatrons_own_layout_of_stages_says_the_virtual_ones_and_the_command_leaves_them_to_it(
+def test_pipeline_layout_flag_sets_virtual_stages_and_the_command_omits_them(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--model", "gpt3-13b", "--strategy", "tp2pp2", "--global-batch", "8"]
+    arguments = ["--model", "gpt3-13b", "--strategy", "tp2pp2", "--global-batch", "8"]
     laid = "--extra=--pipeline-model-parallel-layout Et*9|(t*10|)*2t*11L"
-    found = answer(capsys, *words, laid)["layout"]
-    assert isinstance(found, dict)
-    assert found["parallelism"]["virtual_stages"] == 2
-    assert "make train-tp2pp2-gpt3-13b-4gpu " in found["command"]
-    assert main([*words[:2], "--strategy", "tp2pp3", *words[4:], laid]) == 2
+    layout = answer(capsys, *arguments, laid)["layout"]
+    assert isinstance(layout, dict)
+    assert layout["parallelism"]["virtual_stages"] == 2
+    assert "make train-tp2pp2-gpt3-13b-4gpu " in layout["command"]
+    assert main([*arguments[:2], "--strategy", "tp2pp3", *arguments[4:], laid]) == 2
     assert "cannot place on PP 3: it has 4 stages; use" in capsys.readouterr().err
-    assert main([*words, f"{laid[:-1]}mL"]) == 2
+    assert main([*arguments, f"{laid[:-1]}mL"]) == 2
     assert "has 1 MTP layers (m) and gpt3-13b has 0;" in capsys.readouterr().err
     assert main(["--model", "gpt3-13b", "--gpus", "8", laid]) == 2
     assert "which is of one strategy; name it: STRATEGY=" in capsys.readouterr().err
@@ -225,27 +229,36 @@ def test_megatrons_own_layout_of_stages_says_the_virtual_ones_and_the_command_le
         ("llama3-8b", "--grad-reduce-in-bf16"),
     ],
 )
-def test_a_flag_that_is_not_named_as_ignored_changes_the_prediction(
+def test_flag_outside_the_ignored_list_changes_the_prediction(
     capsys: pytest.CaptureFixture[str], model: str, extra: str
 ) -> None:
-    words = ["--model", model, "--strategy", "dp8-zero1", "--gpu", "h100", "--global-batch", "8"]
-    plain, changed = answer(capsys, *words), answer(capsys, *words, f"--extra={extra}")
+    arguments = [
+        "--model",
+        model,
+        "--strategy",
+        "dp8-zero1",
+        "--gpu",
+        "h100",
+        "--global-batch",
+        "8",
+    ]
+    plain, changed = answer(capsys, *arguments), answer(capsys, *arguments, f"--extra={extra}")
     assert changed["ignored_flags"] == []
     assert seconds(changed) != seconds(plain)
 
 
-def seconds(found: dict[str, object]) -> float:
-    layout = found["layout"]
+def seconds(data: dict[str, object]) -> float:
+    layout = data["layout"]
     assert isinstance(layout, dict)
     return float(layout["iteration_seconds"])
 
 
-def test_a_search_uses_extra_flags_names_those_it_does_not_know_and_prints_them_all(
+def test_search_applies_extra_flags_lists_ignored_ones_and_prints_all_in_its_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--model", "gpt3-13b", "--gpus", "64", "--gpu", "h100"]
+    arguments = ["--model", "gpt3-13b", "--gpus", "64", "--gpu", "h100"]
     extra = "--overlap-grad-reduce --app-tag-run-name --recompute-granularity full"
-    plain, changed = answer(capsys, *words), answer(capsys, *words, f"--extra={extra}")
+    plain, changed = answer(capsys, *arguments), answer(capsys, *arguments, f"--extra={extra}")
     assert (plain["ignored_flags"], changed["ignored_flags"]) == (
         [],
         ["--app-tag-run-name", "--recompute-granularity"],
@@ -258,7 +271,7 @@ def test_a_search_uses_extra_flags_names_those_it_does_not_know_and_prints_them_
     assert "--overlap-grad-reduce --app-tag-run-name" in after["command"]
 
 
-def test_a_flag_that_no_megatron_has_is_not_planned_around(tmp_path: Path) -> None:
+def test_flag_that_megatron_does_not_have_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "mine.args"
     file.write_text(f"{SMALL}--swigluu\n")
     for variables in ({"MODEL": str(file)}, {"MODEL": "gpt2-tiny", "EXTRA": "--swigluu"}):
@@ -268,33 +281,33 @@ def test_a_flag_that_no_megatron_has_is_not_planned_around(tmp_path: Path) -> No
                     run(target, variables | more)
 
 
-def test_flags_of_a_models_own_file_that_are_not_planned_are_named(
+def test_ignored_flags_of_a_model_file_are_listed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.args"
-    own = (
+    model_flags = (
         "--moe-input-jitter-eps 0.1 --tensor-model-parallel-size 8 --lr 1e-4 --overlap-grad-reduce"
     )
-    file.write_text(SMALL + own.replace(" --", "\n--") + "\n--moe-layer-freq 2\n")
-    words = ["--model", str(file), "--strategy", "dp4", "--gpu", "h100", "--global-batch", "4"]
+    file.write_text(SMALL + model_flags.replace(" --", "\n--") + "\n--moe-layer-freq 2\n")
+    arguments = ["--model", str(file), "--strategy", "dp4", "--gpu", "h100", "--global-batch", "4"]
     named = ["--moe-input-jitter-eps", "--tensor-model-parallel-size"]
-    assert answer(capsys, *words)["ignored_flags"] == named
+    assert answer(capsys, *arguments)["ignored_flags"] == named
 
 
-def test_why_a_flag_is_no_part_of_the_prediction_is_said(
+def test_reason_for_ignoring_a_flag_is_printed(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     file = tmp_path / "mine.args"
     file.write_text(f"{SMALL}--tensor-model-parallel-size 8\n")
     extra = "--extra=--attention-softmax-in-fp32 --cp-comm-type a2a --app-tag-run-name"
     assert main(["--model", str(file), "--gpus", "4", "--gpu", "h100", extra]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert (
         "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= sets it), "
         "--attention-softmax-in-fp32 (no formula counts it), "
         "--cp-comm-type (a search chooses it; STRATEGY= takes it), "
         "--app-tag-run-name (not known to this kit)."
-    ) in said
+    ) in output
 
 
 @pytest.mark.parametrize("model", model_names())
@@ -305,12 +318,14 @@ def test_every_flag_of_the_kits_models_is_part_of_the_prediction(
     assert list_ignored_flags(request, is_one_strategy=True) == ()
 
 
-def test_a_node_is_a_devices_nvlink_domain(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--model", "gpt3-13b", "--strategy", "sp8dp9-zero1", "--gpu", "gb200"]
-    words += ["--global-batch", "9"]
-    whole = answer(capsys, *words)
-    assert seconds(whole) == seconds(answer(capsys, *words, "--gpus-per-node", "72"))
-    assert seconds(whole) < seconds(answer(capsys, *words, "--gpus-per-node", "8"))
+def test_default_node_is_the_nvlink_domain_of_the_device(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["--model", "gpt3-13b", "--strategy", "sp8dp9-zero1", "--gpu", "gb200"]
+    arguments += ["--global-batch", "9"]
+    whole = answer(capsys, *arguments)
+    assert seconds(whole) == seconds(answer(capsys, *arguments, "--gpus-per-node", "72"))
+    assert seconds(whole) < seconds(answer(capsys, *arguments, "--gpus-per-node", "8"))
     assert answer(capsys, "--model", "gpt2-large", "--gpus", "72", "--gpu", "gb200")["nodes"] == 1
 
 
@@ -321,14 +336,18 @@ def config(tmp_path: Path, **fields: object) -> str:
     return str(folder / "config.json")
 
 
-def test_a_config_of_hugging_face_is_the_same_model_as_its_args_file(tmp_path: Path) -> None:
+def test_hugging_face_config_gives_the_same_model_as_its_args_file(tmp_path: Path) -> None:
     model = find_model(config(tmp_path, **LLAMA))
     assert (model.name, model.dtype, model.dropout) == ("some-model", "bf16", 0)
     assert model.shape == load_model("llama3-8b").shape
     gpt2 = {"model_type": "gpt2", "n_layer": 36, "n_embd": 1280, "n_head": 20, "n_positions": 1024}
-    found = find_model(config(tmp_path, **gpt2, vocab_size=50257))
-    assert (found.shape.positions, found.shape.tied_embeddings, found.dropout) == (1024, True, 0.1)
-    assert round(total_parameters(found.shape) / 1e6) == 774
+    converted = find_model(config(tmp_path, **gpt2, vocab_size=50257))
+    assert (converted.shape.positions, converted.shape.tied_embeddings, converted.dropout) == (
+        1024,
+        True,
+        0.1,
+    )
+    assert round(total_parameters(converted.shape) / 1e6) == 774
     qwen = find_model(config(tmp_path, **{**LLAMA, "model_type": "qwen2"}))
     assert qwen.shape.qkv_bias
     experts = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
@@ -352,7 +371,7 @@ def test_a_config_of_hugging_face_is_the_same_model_as_its_args_file(tmp_path: P
         ({**LLAMA, "torch_dtype": "float8_e4m3fn"}, "use float16 or bfloat16 or float32"),
     ],
 )
-def test_other_configs_are_refused_by_name(
+def test_unsupported_hugging_face_config_is_refused(
     tmp_path: Path, fields: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
@@ -381,7 +400,7 @@ def mixtral(strategy: str, extra: str = "") -> TimedStrategy:
         ("sp2ep8", WHOLE_EXPERTS, 5_637_144_576, 1, 0),
     ],
 )
-def test_a_flag_or_the_name_says_over_how_many_ranks_of_tp_experts_are_split(
+def test_expert_tensor_parallelism_is_set_by_flag_or_strategy_name(
     strategy: str, extra: str, experts: int, copies: int, gathered: int
 ) -> None:
     timed = mixtral(strategy, extra)
@@ -400,7 +419,7 @@ def test_a_flag_or_the_name_says_over_how_many_ranks_of_tp_experts_are_split(
     assert exchanged == 2048 * 2 * 4096 * 2
 
 
-def test_whole_experts_are_another_plan_than_those_split_over_tp() -> None:
+def test_plan_differs_between_full_and_tensor_parallel_experts() -> None:
     split, whole = mixtral("sp2ep4"), mixtral("sp2ep4", WHOLE_EXPERTS)
     assert whole.candidate.memory.total > 1.3 * split.candidate.memory.total
     assert whole.candidate.seconds.expert_parallel < 0.6 * split.candidate.seconds.expert_parallel
@@ -410,9 +429,7 @@ def test_whole_experts_are_another_plan_than_those_split_over_tp() -> None:
 @pytest.mark.parametrize(
     "strategy", ["sp2ep4", "sp2ep4-etp1", "sp2ep8-etp1-zero1", "sp4pp2ep2-etp2"]
 )
-def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
-    tmp_path: Path, strategy: str
-) -> None:
+def test_plan_and_validate_predict_the_same_time_for_a_run(tmp_path: Path, strategy: str) -> None:
     model, split = load_model("mixtral-8x7b"), parse_strategy(strategy, 8)
     planned = replace(spec_from_model(model, split, Batch(1, 16)), dropout=0.0)
     argv = (*model.flags, "--moe-token-dispatcher-type", "alltoall", *flags_from_spec(planned))
@@ -451,20 +468,20 @@ def test_a_plan_predicts_what_validate_predicts_of_the_same_run(
         ("sp2ep8", "", "multiplies to 16 devices, not 8"),
     ],
 )
-def test_a_split_of_experts_that_cannot_be_is_one_sentence(
+def test_impossible_expert_tensor_parallelism_gives_a_single_sentence(
     strategy: str, extra: str, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         mixtral(strategy, extra)
 
 
-def test_a_dense_model_has_no_experts_to_split() -> None:
+def test_expert_tensor_parallelism_is_refused_for_a_dense_model() -> None:
     arguments = ["--model", "gpt2-large", "--strategy", "tp2", f"--extra={WHOLE_EXPERTS}"]
     with pytest.raises(RequestError, match="1 is of experts and gpt2-large is dense; leave it out"):
         time_strategy(asked_of_plan(arguments))
 
 
-def test_a_search_splits_experts_as_the_flag_says(
+def test_search_applies_the_expert_tensor_parallel_flag(
     capsys: pytest.CaptureFixture[str], make_request: Callable[..., Request]
 ) -> None:
     arguments = ["--model", "mixtral-8x7b", "--gpu", "h100", "--gpus", "16", "--global-batch", "32"]
@@ -483,10 +500,10 @@ def test_a_search_splits_experts_as_the_flag_says(
     assert {candidate.spec.parallelism.expert_tensor for candidate in usual.ranked} == {0}
 
 
-def test_memory_above_the_device_says_what_is_given_back(
+def test_memory_above_device_limit_states_reclaimable_memory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = [
+    arguments = [
         "--model",
         "gpt3-1.3b",
         "--strategy",
@@ -496,20 +513,20 @@ def test_memory_above_the_device_says_what_is_given_back(
         "--global-batch",
         "8",
     ]
-    assert main([*words, "--gpu", "v100", "--dtype", "fp16"]) == 0
+    assert main([*arguments, "--gpu", "v100", "--dtype", "fp16"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     close = r"32\.6 GiB, 102% of the device, which is close: try it"
     reason = r"\(\d\.\d GiB are blocks that PyTorch gives back only when memory runs out, and"
     assert re.search(f"{close} {reason} predictions of its kind are missed by up to 3%", text)
-    assert main([*words, "--gpu", "a100"]) == 0
+    assert main([*arguments, "--gpu", "a100"]) == 0
     assert "close" not in capsys.readouterr().out
 
 
-def test_a_time_says_how_far_readings_like_it_were_missed(
+def test_time_is_printed_with_errors_of_similar_published_measurements(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["--model", "gpt3-175b", "--strategy", "tp8pp16dp8", "--micro-batch", "1"]
-    assert main([*words, "--gpu", "a100", "--global-batch", "1536"]) == 0
+    arguments = ["--model", "gpt3-175b", "--strategy", "tp8pp16dp8", "--micro-batch", "1"]
+    assert main([*arguments, "--gpu", "a100", "--global-batch", "1536"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert re.search(
         r"Expect .* to .* s per iteration with 80% probability, or .* to .* s with 95%, by the",

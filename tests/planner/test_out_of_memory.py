@@ -1,4 +1,4 @@
-"""Published runs that went out of memory, and that ran: on 384 A100 of 80 GB, and on GH200 of 96 GB.
+"""Published runs that trained and that ran out of memory: on 384 A100 of 80 GB, and on GH200 of 96 GB.
 
 bigscience-workshop/bigscience, train/tr11-176B-ml/chronicles-prequel.md@053adafee8, tables of 02-25 and
 02-28: Megatron-DeepSpeed, ZeRO-1, full recomputation, 2,048 tokens, a vocabulary of 250,880.
@@ -32,7 +32,7 @@ FITTING = device_by_key("a100").memory_bytes * CLOSE_FRACTION
 
 
 def run(hidden: int, layers: int, dtype: str, split: tuple[int, ...], samples: int) -> RunSpec:
-    """A run of TP, PP and DP; global batches differ by what DP divides."""
+    """Return a run with TP, PP and DP. Its global batch is a multiple of DP."""
     tensor, pipeline, data = split
     heads = 128 if hidden == 13312 or (hidden, layers) == HIDDEN_LAYERS["206b"] else 64
     shape = ModelShape(
@@ -49,26 +49,26 @@ def run(hidden: int, layers: int, dtype: str, split: tuple[int, ...], samples: i
     )
 
 
-def needed(spec: RunSpec) -> tuple[int, int]:
-    """Bytes of the fullest rank by the planner, and the parameters that it holds."""
+def predicted_peak(spec: RunSpec) -> tuple[int, int]:
+    """Return the predicted bytes of the peak rank, and the number of its parameters."""
     rank, memory = find_peak_rank(spec)
     return memory.total, rank_parameters(spec, rank).total
 
 
 @pytest.mark.parametrize(("split", "samples"), [((8, 1, 48), 1), ((2, 6, 32), 2), ((2, 6, 32), 1)])
-def test_a_published_run_that_went_out_of_memory_is_not_said_to_fit(
+def test_published_runs_out_of_memory_are_not_predicted_to_fit(
     split: tuple[int, ...], samples: int
 ) -> None:
-    assert needed(run(*HIDDEN_LAYERS["181b"], "fp16", split, samples))[0] > FITTING
+    assert predicted_peak(run(*HIDDEN_LAYERS["181b"], "fp16", split, samples))[0] > FITTING
 
 
 @pytest.mark.parametrize(
     ("split", "samples"), [((8, 2, 24), 2), ((4, 6, 16), 4), ((8, 4, 12), 4), ((2, 12, 16), 2)]
 )
-def test_published_runs_beside_them_that_ran_are_said_to_fit(
+def test_published_runs_that_trained_are_predicted_to_fit(
     split: tuple[int, ...], samples: int
 ) -> None:
-    assert needed(run(*HIDDEN_LAYERS["181b"], "fp16", split, samples))[0] <= FITTING
+    assert predicted_peak(run(*HIDDEN_LAYERS["181b"], "fp16", split, samples))[0] <= FITTING
 
 
 RAN, OUT = "ran", "out of memory"
@@ -140,10 +140,10 @@ ON_GH200 = (
 """Model, strategy, micro batch, further flags, and what was published of it; 4,096 tokens, bf16."""
 
 
-def on_gh200(model: str, strategy: str, samples: int, flags: str) -> RunSpec:
+def build_gh200_run(model: str, strategy: str, samples: int, flags: str) -> RunSpec:
     layers, hidden, ffn, heads, groups, *experts = _SHAPES[model]
     split = parse_strategy(strategy, count_devices(strategy))
-    words = (
+    flag_text = (
         f"--num-layers {layers} --hidden-size {hidden} --ffn-hidden-size {ffn} --seq-length 4096 "
         f"--num-attention-heads {heads} --group-query-attention --num-query-groups {groups} "
         f"--kv-channels 128 --max-position-embeddings 4096 --position-embedding-type rope --swiglu "
@@ -152,32 +152,34 @@ def on_gh200(model: str, strategy: str, samples: int, flags: str) -> RunSpec:
         f"--global-batch-size {split.data * samples * 8} --use-distributed-optimizer {flags}"
     )
     if flags.startswith(_GIPFELSTURM) and split.tensor * split.pipeline > 1:
-        words += " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
+        flag_text += " --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16"
     if experts:
-        words += (
+        flag_text += (
             f" --num-experts {experts[0]} --moe-router-topk {experts[1]} --moe-grouped-gemm "
             f"--moe-ffn-hidden-size {experts[2]}"
         )
-    run_words = (*words.split(), *strategy_flags(split))
+    run_words = (*flag_text.split(), *strategy_flags(split))
     return spec_from_flags(run_words, split.world_size, DeviceKind.GPU, model)
 
 
 def verdicts() -> list[tuple[str, Fit]]:
-    """What was published of each run on GH200, and what is said of it."""
-    found = []
+    """Return the published outcome and the predicted verdict of each run on GH200."""
+    verdicts_of_runs = []
     for model, strategy, samples, flags, published in ON_GH200:
-        spec = on_gh200(model, strategy, samples, flags)
+        spec = build_gh200_run(model, strategy, samples, flags)
         cluster = usual_cluster("gh200", spec.parallelism.world_size)
-        found.append((published, judge_fit_on_cluster(spec, find_peak_rank(spec)[1], cluster)))
-    return found
+        verdicts_of_runs.append(
+            (published, judge_fit_on_cluster(spec, find_peak_rank(spec)[1], cluster))
+        )
+    return verdicts_of_runs
 
 
-def test_of_published_runs_on_gh200_none_that_ran_is_said_not_to_fit() -> None:
+def test_no_gh200_run_that_trained_is_predicted_not_to_fit() -> None:
     ran = [verdict for published, verdict in verdicts() if published == RAN]
     assert (len(ran), ran.count(Fit.FITS), ran.count(Fit.CLOSE)) == (17, 16, 1)
 
 
-def test_three_of_four_that_went_out_of_memory_are_said_not_to_fit_and_none_to_fit() -> None:
+def test_three_of_four_gh200_runs_out_of_memory_are_predicted_not_to_fit_and_none_to_fit() -> None:
     out = [verdict for published, verdict in verdicts() if published == OUT]
     assert (len(out), out.count(Fit.DOES_NOT_FIT), out.count(Fit.FITS)) == (24, 18, 0)
 
@@ -199,23 +201,23 @@ BF16_RAN = (
 
 
 def excess_of_bf16_optimizer() -> float:
-    """Bytes a parameter that the runs which ran held beyond the planner's formulas.
+    """Return bytes per parameter that the runs which trained held beyond the planner's formulas.
 
     Two are bf16 gradients beside the fp32 ones that they are added to. The rest is not known:
     buffers of half a billion elements in which DeepSpeed reduces gradients are a part.
     """
     beyond = []
     for hidden, layers, split, samples, measured in BF16_RAN:
-        predicted, parameters = needed(run(hidden, layers, "bf16", split, samples))
+        predicted, parameters = predicted_peak(run(hidden, layers, "bf16", split, samples))
         beyond.append((measured * GIB - predicted) / parameters)
     return median(beyond)
 
 
-def test_deepspeeds_bf16_optimizer_holds_five_bytes_a_parameter_more_than_megatrons() -> None:
+def test_bf16_optimizer_of_deepspeed_holds_five_bytes_per_parameter_more_than_megatron() -> None:
     more = excess_of_bf16_optimizer()
     assert 5 < more < 6
     for hidden, layers, split, samples, measured in BF16_RAN:
-        predicted, parameters = needed(run(hidden, layers, "bf16", split, samples))
+        predicted, parameters = predicted_peak(run(hidden, layers, "bf16", split, samples))
         assert (predicted + more * parameters) / GIB == pytest.approx(measured, rel=0.08)
 
 
@@ -234,8 +236,8 @@ def test_deepspeeds_bf16_optimizer_holds_five_bytes_a_parameter_more_than_megatr
         ),
     ],
 )
-def test_with_that_excess_runs_of_that_optimizer_that_went_out_of_memory_do_not_fit(
+def test_deepspeed_runs_out_of_memory_do_not_fit_once_the_excess_is_added(
     model: str, split: tuple[int, ...], samples: int
 ) -> None:
-    predicted, parameters = needed(run(*HIDDEN_LAYERS[model], "bf16", split, samples))
+    predicted, parameters = predicted_peak(run(*HIDDEN_LAYERS[model], "bf16", split, samples))
     assert predicted + excess_of_bf16_optimizer() * parameters > FITTING

@@ -1,4 +1,4 @@
-"""Every figure of the planner in its README and beside its constants is the code's of today."""
+"""Every figure in the planner's README and in comments of its constants equals what the code computes."""
 
 import re
 from statistics import mean
@@ -27,18 +27,15 @@ MEASUREMENTS = (ROOT / "src" / "parakit" / "planner" / "readings" / "README.md")
 _UNITS = {"µs": 1e-6}
 
 
-"""Kinds that were unknown when it was chosen what is near, but for that brief iterations are apart."""
-
-
 def cells(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")]
 
 
 def number(cell: str) -> float:
-    """`2000 µs` in seconds, `0.87` as it is."""
-    found = re.match(r"([\d.]+) ?(µs)?", cell)
-    assert found
-    return float(found[1]) * _UNITS.get(found[2], 1.0)
+    """Return a cell's number: `2000 µs` in seconds, `0.87` unchanged."""
+    match = re.match(r"([\d.]+) ?(µs)?", cell)
+    assert match
+    return float(match[1]) * _UNITS.get(match[2], 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def predicted() -> Residuals:
     return compute_residuals(readings, unreadable)
 
 
-def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
+def test_held_out_errors_in_readme_are_current(predicted: Residuals) -> None:
     for group in (*group_by_kind(predicted), *group_by_split(predicted)):
         (line,) = (line for line in README.splitlines() if line.startswith(f"| {group.name} |"))
         _, count, _, mean_error, median, bias, *_blind = cells(line)
@@ -61,13 +58,13 @@ def test_the_held_out_errors_are_those_of_today(predicted: Residuals) -> None:
         )
 
 
-def test_the_number_of_predicted_measurements_is_that_of_today(predicted: Residuals) -> None:
+def test_number_of_predicted_measurements_in_readme_is_current(predicted: Residuals) -> None:
     count, every = len(predicted.predicted), len(predicted.predicted) + len(predicted.refused)
     assert f"`make validate` predicts {count:,} of {every:,} published" in README
     assert f"`make validate` predicts {count:,} published" in (ROOT / "README.md").read_text()
 
 
-def test_the_choice_s_regret_is_that_of_today(predicted: Residuals) -> None:
+def test_regret_in_readme_is_current(predicted: Residuals) -> None:
     regrets = [choice.regret for choice in evaluate_choices(predicted)]
     text = " ".join(README.split())
     assert f"In {len(regrets)} groups of published runs that differ only in strategy" in text
@@ -78,7 +75,7 @@ def test_the_choice_s_regret_is_that_of_today(predicted: Residuals) -> None:
     assert text.count(loss) == 2
 
 
-def test_the_constants_are_those_of_the_file() -> None:
+def test_constants_in_readme_are_those_of_the_file() -> None:
     for name in CONSTANT_NAMES:
         (line,) = (line for line in MEASUREMENTS.splitlines() if f"(`{name}`) |" in line)
         _, *fitted, bounds = cells(line)
@@ -88,7 +85,7 @@ def test_the_constants_are_those_of_the_file() -> None:
         assert [number(part) for part in bounds.split(" to ")] == pytest.approx(BOUNDS[name])
 
 
-def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
+def test_runs_that_trained_are_predicted_to_fit(predicted: Residuals) -> None:
     verdicts: dict[str, list[Fit]] = {"dense": [], "mixtures": [], "sharded weights": []}
     seen = set()
     for item in predicted.predicted:
@@ -106,34 +103,36 @@ def test_what_has_run_is_said_to_fit(predicted: Residuals) -> None:
         sharded = spec.parallelism.sharding.shards_weights
         kind = "sharded weights" if sharded else "mixtures" if spec.shape.experts else "dense"
         verdicts[kind].append(judge_fit_on_cluster(spec, find_peak_rank(spec)[1], cluster))
-    for kind, least, most in (
+    for kind, least, limit in (
         ("dense", 500, 0.02),
         ("mixtures", 150, 0.05),
         ("sharded weights", 120, 0.05),
     ):
-        said = verdicts[kind]
-        wrong = said.count(Fit.DOES_NOT_FIT)
-        assert len(said) > least
-        assert wrong / len(said) <= most
+        fits = verdicts[kind]
+        wrong = fits.count(Fit.DOES_NOT_FIT)
+        assert len(fits) > least
+        assert wrong / len(fits) <= limit
         (line,) = (line for line in README.splitlines() if line.startswith(f"| {kind}, ran |"))
         assert [int(cell) for cell in cells(line)[1:]] == [
-            len(said),
-            said.count(Fit.FITS),
-            said.count(Fit.CLOSE),
+            len(fits),
+            fits.count(Fit.FITS),
+            fits.count(Fit.CLOSE),
             wrong,
         ]
 
 
-def test_the_errors_of_plans_are_those_of_today(predicted: Residuals) -> None:
+def test_errors_of_plans_in_readme_are_current(predicted: Residuals) -> None:
     assert collect_errors(predicted).to_csv() == ERRORS_FILE.read_text()
 
 
-def test_intervals_cover_what_they_say(predicted: Residuals) -> None:
+def test_coverage_of_intervals_in_readme_is_current(predicted: Residuals) -> None:
     for kind in group_by_coverage(predicted, collect_errors(predicted)):
         (line,) = (
             line for line in README.splitlines() if line.startswith(f"| {kind.name}, inside |")
         )
-        shares = [each[level] for each in (kind.shares, kind.elsewhere) for level in (0.80, 0.95)]
+        shares = [
+            coverage[level] for coverage in (kind.shares, kind.elsewhere) for level in (0.80, 0.95)
+        ]
         assert cells(line)[1:] == [str(kind.readings), *(f"{share:.0%}" for share in shares)]
         if kind.name == "all time":
             warning = f"hold only {kind.elsewhere[0.80]:.0%} of all published times"

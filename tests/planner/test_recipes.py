@@ -1,4 +1,4 @@
-"""Switches of recipes as choices of a search: which there are, what each brings, and the command."""
+"""Recipe switches as choices of a search: which exist, how much each saves, and the printed command."""
 
 import json
 import re
@@ -16,7 +16,7 @@ def names(recipe: str, make_request: MakeRequest, model: str, gpu: str) -> set[s
     return {switch.name for switch in list_switches(recipe, make_request(model, 8, gpu, 64))}
 
 
-def test_a_device_and_a_model_have_their_switches(make_request: MakeRequest) -> None:
+def test_recipe_switches_depend_on_device_and_model(make_request: MakeRequest) -> None:
     dense = names(ALL, make_request, "llama3-8b", "a100")
     assert "gradients reduced in bf16" in dense
     assert not {"fp8 products", "weights kept in fp8", "DeepEP"} & dense
@@ -31,7 +31,7 @@ def test_a_device_and_a_model_have_their_switches(make_request: MakeRequest) -> 
     )
 
 
-def test_a_tuned_plan_is_faster_and_its_command_has_the_flags_that_make_it_so(
+def test_tuned_plan_is_faster_and_its_command_contains_the_tuning_flags(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     plans = {}
@@ -51,7 +51,7 @@ def test_a_tuned_plan_is_faster_and_its_command_has_the_flags_that_make_it_so(
     assert "--fp8-format" in plans[ALL]["winner"]["command"]
 
 
-def test_a_switch_that_a_plan_needs_to_fit_is_not_said_to_need_more(
+def test_switch_required_to_fit_reports_saved_memory(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert (
@@ -60,8 +60,8 @@ def test_a_switch_that_a_plan_needs_to_fit_is_not_said_to_need_more(
         )
         == 0
     )
-    chosen = {each["name"]: each for each in json.loads(capsys.readouterr().out)["recipe"]}
-    assert all(each["saved_bytes"] > 0 for each in chosen.values() if each["is_needed"])
+    chosen = {switch["name"]: switch for switch in json.loads(capsys.readouterr().out)["recipe"]}
+    assert all(switch["saved_bytes"] > 0 for switch in chosen.values() if switch["is_needed"])
     assert chosen["weights kept in fp8"]["is_needed"]
 
 
@@ -74,6 +74,8 @@ def test_a_plan_above_95_percent_of_the_device_is_not_recommended(
     assert re.search(r"GiB, 9[5-9]% of the device, which is close: try it \(", sentence)
 
 
-def test_a_strategys_switches_are_said_with_extra(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recipe_is_refused_with_a_named_strategy(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main([*WORDS.split(), "--recipe", "tuned", "--strategy", "dp16"]) == 2
     assert "RECIPE= is of a search" in capsys.readouterr().err

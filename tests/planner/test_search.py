@@ -40,12 +40,12 @@ MakeRequest = Callable[..., Request]
 
 
 def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
-    """By trying all numbers and asking `find_violations`, without the search's shortcuts."""
+    """Yield every legal configuration by asking `find_violations` of all degrees, without pruning."""
     devices, batch = request.cluster.devices, request.global_batch
     degrees = divisors(devices)
     for tensor, context, pipeline in product(degrees, repeat=3):
-        data, rest = divmod(devices, tensor * context * pipeline)
-        if rest:
+        data, remainder = divmod(devices, tensor * context * pipeline)
+        if remainder:
             continue
         for sequence, size, kind in product(
             (False, True), divisors(batch), ("p2p", "all_gather", "a2a")
@@ -75,7 +75,7 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
     ("devices", "batch", "gpu", "layers"),
     [(2, 6, "h200", 36), (4, 8, "rtx4090", 36), (4, 4, "rtx4090", 34)],
 )
-def test_the_search_finds_what_trying_everything_finds(
+def test_search_finds_the_same_winner_as_exhaustive_enumeration(
     make_request: MakeRequest, devices: int, batch: int, gpu: str, layers: int
 ) -> None:
     request = make_request("gpt2-large", devices, gpu, batch)
@@ -104,7 +104,7 @@ def test_the_search_finds_what_trying_everything_finds(
         ("mixtral-8x7b", 16, 96, "h100"),
     ],
 )
-def test_a_sample_takes_no_less_in_a_micro_batch_than_in_several_of_them_at_once(
+def test_seconds_per_sample_do_not_grow_with_the_micro_batch(
     make_request: MakeRequest, model: str, devices: int, batch: int, gpu: str
 ) -> None:
     request = make_request(model, devices, gpu, batch)
@@ -112,8 +112,8 @@ def test_a_sample_takes_no_less_in_a_micro_batch_than_in_several_of_them_at_once
     for split in list(enumerate_splits(template.shape, devices))[::7]:
         sizes = list_micro_batch_sizes(split, batch)
         specs = (build_unsharded_spec(template, split, size, Recompute.NONE) for size in sizes)
-        each = [pipeline_seconds(spec, request.cluster)[0].total for spec in specs]
-        for (small, less), (large, more) in combinations(zip(sizes, each, strict=True), 2):
+        seconds = [pipeline_seconds(spec, request.cluster)[0].total for spec in specs]
+        for (small, less), (large, more) in combinations(zip(sizes, seconds, strict=True), 2):
             share = 1 - 1e-9 if large % small == 0 else LEAST_SAMPLE_TIME_RATIO
             assert less / small >= share * more / large
 
@@ -122,16 +122,16 @@ def test_a_sample_takes_no_less_in_a_micro_batch_than_in_several_of_them_at_once
     ("model", "devices", "batch", "gpu"),
     [("mixtral-8x7b", 16, 48, "h100"), ("moe-tiny", 4, 24, "cpu")],
 )
-def test_what_a_mixtures_search_leaves_out_is_slower_than_all_that_it_keeps(
+def test_pruned_candidates_of_a_mixture_are_slower_than_all_kept_ones(
     make_request: MakeRequest, model: str, devices: int, batch: int, gpu: str
 ) -> None:
     request = make_request(model, devices, gpu, batch)
-    found, everything = search_configurations(request), search_configurations(request, kept=100_000)
-    assert len(everything.examined) > len(found.examined)
-    first, *others = ((one.strategy, one.seconds.total) for one in found.ranked)
-    every = [(one.strategy, one.seconds.total) for one in everything.ranked]
+    plan, everything = search_configurations(request), search_configurations(request, kept=100_000)
+    assert len(everything.examined) > len(plan.examined)
+    first, *kept = ((candidate.strategy, candidate.seconds.total) for candidate in plan.ranked)
+    every = [(candidate.strategy, candidate.seconds.total) for candidate in everything.ranked]
     assert first == every[0]
-    assert others == every[1 : len(found.ranked)]
+    assert kept == every[1 : len(plan.ranked)]
 
 
 def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None:
@@ -163,7 +163,7 @@ def test_175b_on_1024_devices_is_split_in_every_dimension(make_request: MakeRequ
     assert split.data > 1
 
 
-def test_126_layers_on_16384_devices_take_pipeline_stages(
+def test_126_layers_on_16384_devices_use_pipeline_parallelism(
     make_request: MakeRequest,
 ) -> None:
     request = make_request("llama3-8b", 16384, "h100", 2048)
@@ -178,8 +178,10 @@ def test_126_layers_on_16384_devices_take_pipeline_stages(
     assert plan.winner is not None
     assert plan.winner.spec.parallelism.pipeline > 2
     assert plan.winner.spec.stages == StageSplit(embedding=True, loss=True)
-    words = make_command(request.model, plan.winner.spec)
-    assert "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split" in words
+    command = make_command(request.model, plan.winner.spec)
+    assert (
+        "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split" in command
+    )
 
 
 def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> None:
@@ -194,7 +196,9 @@ def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> Non
     assert all(not find_violations(c.spec) for c in plan.ranked)
 
 
-def test_the_frontier_is_what_no_other_beats_in_both(make_request: MakeRequest) -> None:
+def test_frontier_contains_candidates_that_no_other_beats_in_time_and_memory(
+    make_request: MakeRequest,
+) -> None:
     plan = search_configurations(make_request("gpt2-large", 2, "h200", 16), slack=2.0)
     edge = select_pareto_frontier(plan.examined)
     assert edge[0].seconds.total == min(c.seconds.total for c in plan.examined)
@@ -218,7 +222,9 @@ def test_a_plan_names_nothing_above_95_percent_of_a_device(
         assert candidate.verdict is (Fit.CLOSE if fraction > 0.9 else Fit.FITS)
 
 
-def test_what_fits_nowhere_has_no_winner_but_a_closest_miss(make_request: MakeRequest) -> None:
+def test_plan_of_a_model_that_fits_nowhere_has_no_winner_but_the_closest_candidate(
+    make_request: MakeRequest,
+) -> None:
     request = make_request("gpt3-175b", 8, "rtx4090", 8)
     plan = search_configurations(request)
     assert plan.winner is None
@@ -229,14 +235,14 @@ def test_what_fits_nowhere_has_no_winner_but_a_closest_miss(make_request: MakeRe
     assert needed > 64
 
 
-def test_a_batch_that_cannot_be_divided_leaves_nothing_legal(make_request: MakeRequest) -> None:
+def test_indivisible_batch_has_no_legal_configuration(make_request: MakeRequest) -> None:
     request = make_request("gpt2-large", 7, "h200", 6)
     plan = search_configurations(request)
     assert plan.legal == 0
     assert plan.winner is plan.lightest is None
 
 
-def test_scaling_is_against_the_fewest_devices_that_hold_the_model(
+def test_scaling_efficiency_is_relative_to_the_fewest_devices_that_hold_the_model(
     make_request: MakeRequest,
 ) -> None:
     plan = search_configurations(make_request("gpt3-13b", 8, "h200", 64))
@@ -264,7 +270,7 @@ def test_names_are_those_of_the_grammar(parallelism: Parallelism) -> None:
     assert parse_strategy(strategy_name(parallelism), parallelism.world_size) == parallelism
 
 
-def test_the_command_says_only_what_differs_from_the_recipe(make_request: MakeRequest) -> None:
+def test_command_contains_only_flags_that_differ_from_the_recipe(make_request: MakeRequest) -> None:
     request = make_request("gpt2-large", 2, "h200", 64)
     split = Parallelism(data=2)
     usual = replace(request.template, parallelism=split, batch=Batch(32, 64))
@@ -277,7 +283,9 @@ def test_the_command_says_only_what_differs_from_the_recipe(make_request: MakeRe
     )
 
 
-def test_the_command_names_the_parameters_that_it_does_not_train(make_request: MakeRequest) -> None:
+def test_plan_states_how_many_parameters_differ_from_the_published_model(
+    make_request: MakeRequest,
+) -> None:
     request = make_request("llama3-8b", 2, "h200", 64)
     split = replace(request.template, parallelism=Parallelism(tensor=2))
     assert trained_vocabulary_sentence(split).startswith(
@@ -285,25 +293,25 @@ def test_the_command_names_the_parameters_that_it_does_not_train(make_request: M
         "and not the model's own 128,256: 7,392,727,040 parameters, 637,534,208 fewer than its "
         "8,030,261,248; DATA="
     )
-    own = make_request("gpt2-large", 2, "h200", 64)
-    assert trained_vocabulary_sentence(own.template) == ""
+    gpt2_request = make_request("gpt2-large", 2, "h200", 64)
+    assert trained_vocabulary_sentence(gpt2_request.template) == ""
     assert 637_534_208 == 2 * 4096 * (128_256 - 50_432)
 
 
-def test_layers_with_windows_are_searched_without_a_ring(make_request: MakeRequest) -> None:
+def test_search_excludes_ring_attention_for_windowed_layers(make_request: MakeRequest) -> None:
     request = make_request("gpt2-large", 2, "h200", 4)
     split = Parallelism(context=2)
     assert list_cp_comm_types(request.template, split) == ("p2p", "all_gather", "a2a")
     shape = replace(request.template.shape, window=128, windowed_fraction=0.5)
     windowed = replace(request, template=replace(request.template, shape=shape))
     assert list_cp_comm_types(windowed.template, split) == ("all_gather", "a2a")
-    found = [
-        one.spec
-        for one in search_configurations(windowed).ranked
-        if one.spec.parallelism.context > 1
+    specs = [
+        candidate.spec
+        for candidate in search_configurations(windowed).ranked
+        if candidate.spec.parallelism.context > 1
     ]
-    assert found
-    assert all(spec.cp_comm_type != "p2p" for spec in found)
+    assert specs
+    assert all(spec.cp_comm_type != "p2p" for spec in specs)
 
 
 def test_interleaving_needs_micro_batches_in_multiples_of_the_stages() -> None:
@@ -319,20 +327,20 @@ def small_shape() -> ModelShape:
     return ModelShape(12, 8, 2, 2, 4, 32, 16, 16)
 
 
-def test_a_tie_in_time_and_memory_goes_to_the_fewest_dimensions(make_request: MakeRequest) -> None:
+def test_ties_are_decided_for_the_fewest_parallel_dimensions(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt2-tiny", 8, "h100", 32))
     assert plan.winner is not None
     assert plan.winner.strategy == "dp8-zero1"
     assert len(plan.tied) > 3
-    assert min(found.seconds.total for found in plan.tied) < plan.winner.seconds.total
+    assert min(candidate.seconds.total for candidate in plan.tied) < plan.winner.seconds.total
     assert "tied with" in runner_up_sentence(plan.winner, plan.tied[0])
 
 
-def test_what_is_faster_by_more_than_noise_is_taken_however_it_splits(
+def test_clearly_faster_strategy_wins_regardless_of_its_dimensions(
     make_request: MakeRequest,
 ) -> None:
     plan = search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
     assert plan.winner is not None
     assert plan.winner.seconds.total <= TIE_RATIO * min(
-        found.seconds.total for found in plan.ranked
+        candidate.seconds.total for candidate in plan.ranked
     )

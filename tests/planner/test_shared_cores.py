@@ -1,4 +1,4 @@
-"""Ranks that share a machine's cores, and what is measured of them in place of counting bytes."""
+"""Ranks that share the cores of a machine, and times that are measured on them instead of computed from bytes."""
 
 import math
 from dataclasses import replace
@@ -43,37 +43,37 @@ def test_four_ranks_on_two_cores_compute_at_half_the_rate() -> None:
     assert shared.gradient_sync == alone.gradient_sync
 
 
-def test_a_waiting_stage_leaves_its_core_to_the_others() -> None:
+def test_idle_pipeline_stage_frees_its_core_for_other_ranks() -> None:
     spec = run(Parallelism(pipeline=2), samples=4)
     slowest, through = pipeline_seconds(spec, on(2, 2))
-    # One micro batch: the stages work one after the other, and never need a second core.
+    # With a single micro batch the stages work in turn and never need a second core.
     shared, way = pipeline_seconds(spec, on(2, 1))
     assert way == pytest.approx(through)
     assert shared.total <= 2 * slowest.total
-    # Many: both work all the time, on one core.
+    # With many micro batches both stages work all the time, on a single core.
     many = run(Parallelism(pipeline=2), samples=400)
     shared, _ = pipeline_seconds(many, on(2, 1))
     assert shared.total == pytest.approx(through)
 
 
-def test_logits_cost_what_was_measured_of_one() -> None:
+def test_logits_take_the_measured_seconds_per_logit() -> None:
     dearer = replace(MEASURED, logit_seconds=8e-9)
-    plain, each = (
+    plain, slower = (
         iteration_seconds(run(Parallelism()), on(1, 2, measured)).memory_bound
         for measured in (MEASURED, dearer)
     )
     # Two micro batches of 4 x 64 tokens.
-    assert each - plain == pytest.approx(2 * 4 * 64 * 50304 * (8e-9 - 2e-9))
+    assert slower - plain == pytest.approx(2 * 4 * 64 * 50304 * (8e-9 - 2e-9))
 
 
-def test_an_update_takes_what_was_measured_a_parameter_and_a_tensor() -> None:
+def test_optimizer_takes_the_measured_seconds_per_parameter_and_per_tensor() -> None:
     dearer = replace(MEASURED, tensor_seconds=1e-3)
-    plain, each = (
+    plain, slower = (
         iteration_seconds(run(Parallelism()), on(1, 2, measured)).optimizer
         for measured in (MEASURED, dearer)
     )
     # Twelve a layer, two tables and the last norm's two.
-    assert each - plain == pytest.approx((4 * 12 + 4) * 1e-3)
+    assert slower - plain == pytest.approx((4 * 12 + 4) * 1e-3)
 
 
 def test_each_micro_batch_adds_the_gradients_of_layers_and_tables() -> None:
@@ -88,10 +88,10 @@ def test_each_micro_batch_adds_the_gradients_of_layers_and_tables() -> None:
         assert added - plain == pytest.approx(count * elements * 1e-9)
 
 
-def test_experts_that_run_one_after_another_are_each_launched() -> None:
+def test_each_sequential_expert_costs_a_launch() -> None:
     shape = replace(SHAPE, experts=8, experts_per_token=2, expert_ffn_hidden=32)
     dearer = replace(MEASURED, layer_launch_seconds=1e-3)
-    found = []
+    launch_seconds = []
     for experts, split in (
         (8, Parallelism()),
         (16, Parallelism()),
@@ -99,40 +99,40 @@ def test_experts_that_run_one_after_another_are_each_launched() -> None:
     ):
         spec = replace(run(split), shape=replace(shape, experts=experts))
         plain, launched = (
-            iteration_seconds(spec, on(2, 2, each)).memory_bound / spec.microbatches
-            for each in (replace(MEASURED, layer_launch_seconds=0.0), dearer)
+            iteration_seconds(spec, on(2, 2, measured)).memory_bound / spec.microbatches
+            for measured in (replace(MEASURED, layer_launch_seconds=0.0), dearer)
         )
-        found.append(launched - plain)
-    eight, sixteen, halved = found
+        launch_seconds.append(launched - plain)
+    eight, sixteen, halved = launch_seconds
     assert halved == pytest.approx(eight)
     assert sixteen > 1.4 * eight
 
 
 def test_a_core_multiplies_few_rows_at_its_usual_rate() -> None:
     rate = compute_device_rates(on(1, 2), "fp32")
-    one, eight = (product_seconds(rows, 512, 512, 0, rate) for rows in (16, 128))
-    assert eight == pytest.approx(8 * one)
+    sixteen_rows, many_rows = (product_seconds(rows, 512, 512, 0, rate) for rows in (16, 128))
+    assert many_rows == pytest.approx(8 * sixteen_rows)
 
 
-def test_ranks_wait_for_the_slowest_of_those_that_have_a_core() -> None:
+def test_ranks_wait_for_the_slowest_running_rank() -> None:
     spread = replace(MEASURED, jitter=0.1)
     two, four = (
         iteration_seconds(run(Parallelism(data=ranks), samples=8), on(ranks, 2, spread))
         for ranks in (2, 4)
     )
-    for found in (two, four):
-        steady = found.total - found.stragglers
-        assert found.stragglers == pytest.approx(0.1 * math.sqrt(2 * math.log(2)) * steady)
+    for seconds in (two, four):
+        steady = seconds.total - seconds.stragglers
+        assert seconds.stragglers == pytest.approx(0.1 * math.sqrt(2 * math.log(2)) * steady)
 
 
-def test_a_measured_latency_is_that_of_a_whole_call() -> None:
+def test_measured_latency_applies_per_collective() -> None:
     spec = run(Parallelism(tensor=2))
     dearer = replace(MEASURED, link_latency_seconds=2e-3)
-    one, other = (
+    plain, slower = (
         iteration_seconds(spec, on(2, 2, measured)).tensor_parallel
         for measured in (MEASURED, dearer)
     )
-    calls = (other - one) / 1e-3
+    calls = (slower - plain) / 1e-3
     assert calls == pytest.approx(round(calls))
 
 
@@ -149,12 +149,12 @@ def test_gathered_weights_move_at_the_rate_of_a_gather() -> None:
         )
     )
     assert plain < gathered < both
-    # gloo's reduce-scatter puts twice a gather's bytes on the wire.
+    # The reduce-scatter of gloo sends twice the bytes of an all-gather.
     assert gathered - plain == pytest.approx(plain, rel=0.02)
     assert scattered - plain == pytest.approx(2 * plain / 3, rel=0.02)
 
 
-def test_cpu_ranks_and_megatrons_own_layers_gather_keys_and_values_alone() -> None:
+def test_cpu_ranks_and_local_layers_gather_only_keys_and_values() -> None:
     from parakit.planner.candidates import list_cp_comm_types
 
     split = Parallelism(context=2)

@@ -1,4 +1,4 @@
-"""Each named term of an iteration's time does what its source says."""
+"""Each term of the iteration time follows its documented source."""
 
 from dataclasses import asdict, replace
 
@@ -37,7 +37,7 @@ def seconds(split: Parallelism, cluster: Cluster, batch: Batch | None = None) ->
     return iteration_seconds(RunSpec(SHAPE, split, batch, dropout=0.0), cluster)
 
 
-def test_a_last_wave_of_tiles_takes_as_long_as_a_whole_one() -> None:
+def test_partial_wave_of_tiles_takes_as_long_as_a_full_wave() -> None:
     rate = replace(compute_device_rates(on(), "bf16"), bytes_per_second=1e30, fill=0.0)
     # 256 x 128 is the best tile and 132 processors compute one each.
     whole, one_more = (product_seconds(256 * 132, 65536, 128 * n, 2, rate) for n in (1, 2))
@@ -45,14 +45,14 @@ def test_a_last_wave_of_tiles_takes_as_long_as_a_whole_one() -> None:
     assert product_seconds(256 * 133, 65536, 128, 2, rate) > 1.2 * whole
 
 
-def test_few_tiles_with_a_long_inner_dimension_are_computed_in_parts() -> None:
+def test_few_tiles_with_a_long_inner_dimension_are_split_along_it() -> None:
     rate = compute_device_rates(on(), "bf16")
     few = product_seconds(1280, 32768, 1280, 2, rate)
     one_wave = 2 * 256 * 128 * 132 * (32768 + rate.fill) / rate.flops
     assert few < 0.75 * one_wave
 
 
-def test_a_product_takes_its_arithmetic_or_its_operands_whichever_is_more() -> None:
+def test_product_takes_the_longer_of_arithmetic_and_memory_time() -> None:
     rate = compute_device_rates(on(), "bf16")
     thin = product_seconds(8192, 128, 8192, 2, rate)
     operands = 2 * (2 * 8192 * 128 + 8192 * 8192) / rate.bytes_per_second
@@ -85,13 +85,13 @@ def test_fewer_bits_need_less_time_for_products_and_casts_are_not_free() -> None
     assert fewer.attention == plain.attention
 
 
-def test_cuda_graphs_take_the_hosts_time_away() -> None:
+def test_cuda_graphs_remove_the_launch_time() -> None:
     tiny = RunSpec(load_model("gpt2-tiny").shape, Parallelism(), Batch(1, 8), "bf16")
     eager, graphs = (iteration_seconds(tiny, on(1, graphs=on_)) for on_ in (False, True))
     assert eager.memory_bound > 5 * graphs.memory_bound
 
 
-def test_overlapped_gradients_and_weights_leave_one_bucket_and_their_contention() -> None:
+def test_overlapped_gradients_and_weights_expose_a_bucket_and_contention() -> None:
     split = Parallelism(data=64, sharding=Sharding.ZERO1)
     after = seconds(split, on(64))
     beside = seconds(split, on(64, overlap_gradients=True, overlap_parameters=True))
@@ -107,13 +107,13 @@ def test_a_bucket_grows_with_all_ranks_that_reduce_it() -> None:
     assert shares == {256_000_000 / rank_parameters(specs[0]).total}
 
 
-def test_user_buffers_hide_tensor_parallel_calls() -> None:
+def test_user_buffers_overlap_tensor_parallel_collectives() -> None:
     split = Parallelism(tensor=8, sequence_parallel=True)
     waited, hidden = (seconds(split, on(8, overlap_tensor=way)) for way in (False, True))
     assert hidden.tensor_parallel < 0.7 * waited.tensor_parallel
 
 
-def test_shares_of_pipeline_messages_travel_in_place_of_all() -> None:
+def test_scatter_gather_sends_shards_of_pipeline_messages() -> None:
     split = Parallelism(tensor=8, pipeline=2)
     whole, shares = (seconds(split, on(16, scatter_gather=way)) for way in (False, True))
     assert shares.pipeline_messages == pytest.approx(whole.pipeline_messages / 8)
@@ -125,7 +125,7 @@ def test_frozen_weights_have_no_gradients() -> None:
     assert frozen.gradient_sync == frozen.optimizer == 0
 
 
-def test_a_busier_rank_of_experts_multiplies_and_receives_more_but_not_over_ep_1() -> None:
+def test_expert_imbalance_costs_compute_and_communication_only_with_expert_parallelism() -> None:
     mixtral = load_model("mixtral-8x7b").shape
     cluster = on(8)
 
@@ -141,7 +141,7 @@ def test_a_busier_rank_of_experts_multiplies_and_receives_more_but_not_over_ep_1
     assert timed(1, ExpertLoad(2.0)) == timed(1, ExpertLoad())
 
 
-def test_behind_an_oversubscribed_switch_only_calls_between_nodes_have_less_of_the_link() -> None:
+def test_oversubscribed_switch_slows_only_collectives_between_nodes() -> None:
     plain, shared = (replace(on(64), oversubscription=factor) for factor in (1.0, 4.0))
     split = Parallelism(tensor=8, data=4, pipeline=2, sequence_parallel=True)
     assert find_route(shared, split, Group.TENSOR) == find_route(plain, split, Group.TENSOR)
@@ -156,7 +156,7 @@ def test_behind_an_oversubscribed_switch_only_calls_between_nodes_have_less_of_t
     assert seconds(split, shared).tensor_parallel == seconds(split, plain).tensor_parallel
 
 
-def test_a_call_of_more_ranks_waits_for_a_slower_host_and_a_graph_waits_for_none() -> None:
+def test_collective_of_more_ranks_waits_longer_for_hosts_unless_launched_by_graphs() -> None:
     spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), dropout=0.0)
     calls = {
         ranks: CollectiveCall(
@@ -175,7 +175,7 @@ def test_a_call_of_more_ranks_waits_for_a_slower_host_and_a_graph_waits_for_none
 @pytest.mark.parametrize(
     ("tensor", "samples", "fused"), [(1, 1, True), (8, 1, False), (8, 2, True), (16, 2, False)]
 )
-def test_unfused_attention_has_its_one_softmax_kernel_for_rows_in_fours(
+def test_unfused_attention_uses_the_fused_softmax_for_row_counts_divisible_by_four(
     tensor: int, samples: int, fused: bool
 ) -> None:
     shape = replace(load_model("gpt2-large").shape, heads=16, query_groups=16)
@@ -192,13 +192,13 @@ def test_unfused_attention_has_its_one_softmax_kernel_for_rows_in_fours(
     [
         ("none", 0, 0),
         ("core_attn", 0, 1),
-        # 4h to and from, of 12 h^2 in all.
+        # The MLP's two products have 8 h^2 of the 12 h^2 weights of a layer.
         ("mlp", 8 / 12, 0),
         ("full", 1, 1),
         ("layernorm", 0, 0),
     ],
 )
-def test_backward_computes_again_what_its_modules_hold(
+def test_selective_recomputation_repeats_the_listed_modules(
     modules: str, products: float, attention: float
 ) -> None:
     spec = RunSpec(
@@ -210,7 +210,7 @@ def test_backward_computes_again_what_its_modules_hold(
     assert (layer.memory_recompute == layer.forward_memory) is (modules == "full")
 
 
-def test_norms_that_stand_alone_are_read_and_written_again() -> None:
+def test_unfused_norms_add_memory_passes() -> None:
     spec = RunSpec(
         SHAPE, Parallelism(), Batch(1, 1), dropout=0.0, recompute=Recompute.parse("layernorm")
     )
@@ -221,7 +221,7 @@ def test_norms_that_stand_alone_are_read_and_written_again() -> None:
     assert alone.recompute == pytest.approx(norms * rate.elementwise)
 
 
-def test_recomputed_experts_exchange_their_tokens_again() -> None:
+def test_recomputed_experts_repeat_their_all_to_all() -> None:
     shape = load_model("mixtral-8x7b").shape
     spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), dropout=0.0)
     kept, again = (
@@ -233,15 +233,15 @@ def test_recomputed_experts_exchange_their_tokens_again() -> None:
     assert again.matmul > 1.2 * kept.matmul
 
 
-def test_torchs_own_softmax_costs_kernels_and_memory_traffic() -> None:
+def test_unfused_softmax_costs_launches_and_memory_traffic() -> None:
     shape = replace(SHAPE, heads=40, query_groups=40)
     split = Parallelism(tensor=8)
-    one, two = (
+    small, large = (
         RunSpec(shape, split, Batch(samples, samples), "bf16", fused_attention=False)
         for samples in (1, 4)
     )
-    assert launch_seconds(one, on(), []) > 1.1 * launch_seconds(two, on(), [])
-    attention = [iteration_seconds(spec, on()).attention for spec in (one, two)]
+    assert launch_seconds(small, on(), []) > 1.1 * launch_seconds(large, on(), [])
+    attention = [iteration_seconds(spec, on()).attention for spec in (small, large)]
     assert attention[0] > attention[1] / 2
 
 
@@ -252,7 +252,7 @@ def attention(device: str, width: int, **changes: object) -> float:
     return layer_seconds(spec, rate).forward_attention
 
 
-def test_blackwells_own_attention_does_not_train_heads_of_192() -> None:
+def test_attention_of_head_size_192_is_slower_on_blackwell() -> None:
     for device, share in (("h100", 1.0), ("b200", 0.35)):
         assert attention(device, 192) == pytest.approx(1.5 * attention(device, 128) / share)
     assert attention("b200", 256) == pytest.approx(2 * attention("b200", 128))
@@ -264,7 +264,7 @@ def test_blackwells_own_attention_does_not_train_heads_of_192() -> None:
     assert not_taken == pytest.approx(taken * (192 + 192) / (192 + 128) / 0.35)
 
 
-def test_an_activation_of_pytorchs_own_kernels_is_nine_more_passes() -> None:
+def test_unfused_activation_adds_nine_memory_passes() -> None:
     spec = RunSpec(SHAPE, Parallelism(tensor=2), Batch(1, 1), "bf16", dropout=0.0)
     (forward, backward, _), (more_forward, more_backward, _) = (
         layer_bytes(spec, compute_device_rates(on(2, eager_activation=way), "bf16"))
@@ -303,35 +303,35 @@ def of_experts(load: ExpertLoad = BALANCED, **execution: bool) -> IterationSecon
     return iteration_seconds(spec, replace(on(**execution), calibration=no_waits))
 
 
-def test_experts_exchanges_beside_another_micro_batch_cost_what_contention_leaves() -> None:
+def test_overlapped_expert_communication_costs_only_contention() -> None:
     alone, beside = of_experts(), of_experts(overlap_experts=True)
     share = on().constants.contention
     assert beside.expert_parallel == pytest.approx(share * alone.expert_parallel)
     assert beside.matmul == alone.matmul
 
 
-def test_graphs_of_attention_and_router_leave_the_host_the_experts() -> None:
+def test_partial_cuda_graphs_leave_only_expert_launches_to_the_host() -> None:
     kinds = (of_experts(), of_experts(captured=True), of_experts(graphs=True))
-    none, part, whole = (found.memory_bound for found in kinds)
+    none, part, whole = (seconds.memory_bound for seconds in kinds)
     # One expert a rank: 1.5 layers' kernels and its own 0.06, of which the graphs launch one layer's.
     assert (part - whole) / (none - whole) == pytest.approx(0.56 / 1.56)
 
 
-def test_the_host_runs_ahead_of_experts_whose_load_is_padded_and_so_known_to_it() -> None:
+def test_padded_expert_load_lets_the_host_launch_ahead() -> None:
     padded = ExpertLoad(capacity=1.0, pads_to_capacity=True)
-    # Of a layer that keeps the device busier than the host, launched beside it, a graph saves nothing.
+    # If a layer keeps the device busy for longer than the host needs to launch it, a graph saves nothing.
     assert of_experts(load=padded) == of_experts(load=padded, graphs=True)
     assert of_experts().memory_bound > 1.5 * of_experts(graphs=True).memory_bound
 
 
-def test_a_host_that_waits_for_every_kernel_adds_its_time() -> None:
+def test_blocking_launches_add_the_time_of_the_host() -> None:
     split = Parallelism(tensor=2)
     plain, blocked = (seconds(split, on(2, blocking=way)) for way in (False, True))
     launches = SHAPE.layers * 8 * launch_seconds(RunSpec(SHAPE, split, Batch(1, 8)), on(2), ())
     assert blocked.memory_bound - plain.memory_bound > 0.99 * launches
 
 
-def test_tokens_that_come_rank_by_rank_are_put_in_order_of_the_experts() -> None:
+def test_received_tokens_are_sorted_by_expert_at_a_cost() -> None:
     shape = replace(load_model("mixtral-8x7b").shape, layers=1)
     rate = compute_device_rates(on(), "bf16")
     moved = 4096 * shape.experts_per_token * shape.hidden * 2
@@ -348,7 +348,7 @@ def test_tokens_that_come_rank_by_rank_are_put_in_order_of_the_experts() -> None
 
 
 def bytes_of_experts(execution: Execution, **changes: object) -> tuple[int, int]:
-    """Forward and backward, of 1,024 tokens that go to two of eight experts each."""
+    """Return bytes moved forward and backward for 1,024 tokens that each go to two of eight experts."""
     shape = replace(load_model("mixtral-8x7b").shape, seq_length=1024)
     shape = replace(shape, **changes)  # type: ignore[arg-type]
     spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), "bf16", dropout=0.0)
@@ -364,7 +364,7 @@ def bytes_of_experts(execution: Execution, **changes: object) -> tuple[int, int]
         (Execution(fused_experts=True), (0, 0)),
     ],
 )
-def test_a_bias_of_experts_is_more_passes_unless_it_is_part_of_the_product(
+def test_expert_bias_adds_memory_passes_unless_fused(
     execution: Execution, passes: tuple[int, int]
 ) -> None:
     # Queries, keys and values have one too: 6,144 columns, whose gradient is summed.
@@ -376,7 +376,7 @@ def test_a_bias_of_experts_is_more_passes_unless_it_is_part_of_the_product(
     assert biased[1] - plain[1] == passes[1] * copies + summed + activated
 
 
-def test_clamped_activations_are_more_passes_which_recomputing_them_repeats() -> None:
+def test_clamped_activations_add_memory_passes_that_recomputation_repeats() -> None:
     columns = 1024 * 2 * 14336 * 2
     plain, clamped = (
         bytes_of_experts(Execution(), clamps_activations=way) for way in (False, True)
@@ -393,7 +393,7 @@ def test_clamped_activations_are_more_passes_which_recomputing_them_repeats() ->
     assert repeated[1] - repeated[0] == 8 * columns
 
 
-def test_a_window_takes_attention_s_time_of_the_layers_that_have_it() -> None:
+def test_sliding_window_shortens_attention_of_its_layers() -> None:
     rate = compute_device_rates(on(1), "bf16")
 
     def taken(window: int, share: float) -> float:
@@ -403,37 +403,39 @@ def test_a_window_takes_attention_s_time_of_the_layers_that_have_it() -> None:
         ).forward_attention
 
     whole, every = taken(0, 0.0), taken(129, 1.0)
-    # 129 - 129 * 128 / 8,192 tokens in the mean, of 2,048; and what 720 keys are worth.
+    # A window has 129 - 129 * 128 / 8,192 tokens on average, of 2,048; a fixed cost equals 720 keys.
     kept = (2 * (129 - 129 * 128 / 8192) + 720) / (4096 + 720)
     assert every / whole == pytest.approx(kept)
     assert taken(129, 0.5) == pytest.approx((whole + every) / 2)
     assert taken(4096, 1.0) == whole
 
 
-def test_a_scale_from_earlier_iterations_spares_a_reading_of_every_operand() -> None:
+def test_delayed_fp8_scaling_saves_a_pass_over_each_operand() -> None:
     spec = RunSpec(SHAPE, Parallelism(), Batch(1, 1), "bf16", dropout=0.0)
 
     def moved(kind: Fp8Recipe) -> float:
         rate = compute_device_rates(on(1), "bf16", kind)
-        found = layer_seconds(replace(spec, fp8_recipe=kind), rate)
-        return found.backward_memory * rate.bytes_per_second
+        times = layer_seconds(replace(spec, fp8_recipe=kind), rate)
+        return times.backward_memory * rate.bytes_per_second
 
     gradients = SHAPE.seq_length * (4 + 1 + 4 + 1) * SHAPE.hidden - SHAPE.seq_length * SHAPE.hidden
     more = moved(Fp8Recipe.TENSORWISE) - moved(Fp8Recipe.DELAYED)
     assert more == pytest.approx(2 * gradients, rel=1e-6)
 
 
-def test_weights_in_eight_bits_take_half_as_long() -> None:
+def test_gathering_fp8_weights_moves_half_the_bytes_of_bf16_weights() -> None:
     split = Parallelism(data=64, sharding=Sharding.ZERO1)
     spec = RunSpec(SHAPE, split, Batch(1, 64), "bf16", dropout=0.0, fp8_recipe=Fp8Recipe.MXFP8)
     cluster = replace(usual_cluster("b200", 64), execution=Execution())
     halved = replace(spec, quantised_weights=True)
-    whole, less = (iteration_seconds(one, cluster).gradient_sync for one in (spec, halved))
-    # Of the 6 bytes that are moved weights are 2; an MXFP8 weight has 3% of scales.
+    whole, less = (
+        iteration_seconds(run_spec, cluster).gradient_sync for run_spec in (spec, halved)
+    )
+    # Weights are 2 of the 6 bytes that are moved; the scales of an MXFP8 weight add 3%.
     assert less / whole == pytest.approx((4 + 1.03) / 6, rel=0.01)
 
 
-def test_broadcast_weights_go_once_around_the_ring_for_every_tensor() -> None:
+def test_broadcast_of_weights_costs_a_ring_pass_per_tensor() -> None:
     split = Parallelism(data=16, sharding=Sharding.ZERO1)
     gathered, sent = (
         seconds(split, on(16, broadcast_parameters=way)).gradient_sync for way in (False, True)
@@ -454,6 +456,6 @@ def test_every_device_has_constants() -> None:
     assert all(load_constants(device.generation) for device in load_hardware().devices.values())
 
 
-def test_leaving_a_source_out_changes_the_constants_and_an_unknown_one_does_not() -> None:
+def test_leaving_out_a_source_changes_the_constants_only_if_the_source_is_known() -> None:
     assert load_constants("ampere", "VIA-Research/vTrain multi-node") != load_constants("ampere")
     assert load_constants("ampere", "nobody") == load_constants("ampere")

@@ -43,7 +43,7 @@ def test_every_published_h200_time_is_predicted_within_5_percent(
     assert abs(residual.error) < 0.05
 
 
-def test_only_layers_of_checkpoints_are_computed_twice() -> None:
+def test_only_recomputed_layers_run_forward_twice() -> None:
     split = Parallelism(pipeline=2, virtual_stages=3, tensor=2)
     plain = RunSpec(LARGE.shape, split, Batch(4, 16))
     ranks = cluster("h100", 4)
@@ -53,14 +53,14 @@ def test_only_layers_of_checkpoints_are_computed_twice() -> None:
         return slowest.matmul, slowest.tensor_parallel
 
     nothing, everything = compute("none"), compute("full")
-    # Two of the six layers of each of three virtual stages.
+    # Two of six layers are recomputed in each of three virtual stages.
     for none, some, full in zip(nothing, compute("full block 2"), everything, strict=True):
         assert some == pytest.approx(none + (full - none) * 6 / 18)
     assert compute("full block 6") == pytest.approx(everything)
     assert compute("full uniform 4") == everything
 
 
-def test_the_published_order_is_predicted_and_tp_and_sp_are_alike() -> None:
+def test_published_order_of_strategies_is_predicted_with_tp_and_sp_equal() -> None:
     seconds = {name: h200(name).total for name in (f.strategy for f in h200_figures())}
     two = [name for name in sorted(seconds, key=lambda n: seconds[n]) if name != "baseline"]
     assert two == ["dp2", "cp2", "sp2", "tp2", "pp2"]
@@ -72,12 +72,12 @@ def test_published_a100_times_are_predicted_within_10_percent(residual: Publishe
     assert abs(residual.error) < 0.10
 
 
-def test_one_micro_batch_makes_the_bubble_of_two_stages_a_whole_stage() -> None:
+def test_bubble_of_two_stages_and_a_single_micro_batch_is_a_full_stage() -> None:
     seconds = h200("pp2")
     assert seconds.bubble == pytest.approx(0.44 * seconds.total, rel=0.05)
 
 
-def test_the_longest_stage_of_a_layout_is_slowest_wherever_it_lies() -> None:
+def test_longest_pipeline_stage_determines_the_time_at_any_position() -> None:
     machines, plain = (
         cluster("h200", 5),
         RunSpec(LARGE.shape, Parallelism(pipeline=5), Batch(4, 64)),
@@ -91,7 +91,7 @@ def test_the_longest_stage_of_a_layout_is_slowest_wherever_it_lies() -> None:
     assert find_peak_rank(fourth)[0] == 3
 
 
-def test_a_dense_layer_among_those_of_experts_takes_a_dense_models_time() -> None:
+def test_dense_layer_in_a_mixture_takes_the_time_of_a_dense_model() -> None:
     shape = load_model("mixtral-8x7b").shape
     spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 64))
     machines = cluster("h200", 8)
@@ -115,7 +115,7 @@ def test_virtual_stages_shrink_the_bubble_by_their_number() -> None:
     assert bubbles[1] == pytest.approx(bubbles[0] / 3)
 
 
-def test_hidden_communication_costs_only_its_contention() -> None:
+def test_overlapped_communication_costs_only_contention() -> None:
     assert exposed_seconds(1.0, 4.0, 0.25) == 0.25
     assert exposed_seconds(5.0, 4.0, 0.25) == 2.0
     assert exposed_seconds(5.0, 0.0, 0.25) == 5.0

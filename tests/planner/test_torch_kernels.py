@@ -1,4 +1,4 @@
-"""A GPU without Transformer Engine and Apex: PyTorch's own kernels, unless a patch fuses them."""
+"""A GPU without Transformer Engine and Apex uses PyTorch's kernels unless a patch fuses them."""
 
 from dataclasses import replace
 
@@ -20,10 +20,10 @@ from parakit.planner.time.rates import DeviceRates, compute_device_rates
 from parakit.planner.time.traffic import layer_bytes
 
 HOST = read_args_file(ROOT / "src" / "parakit" / "launch" / "runtimes" / "host.args")
-"""Of a host without Transformer Engine."""
+"""Flags of a host without Transformer Engine."""
 LARGE = load_model("gpt2-large")
 HIDDEN = 32 * 1024 * 1280
-"""Elements of a hidden state of its micro batch."""
+"""Elements of a hidden state of a micro batch."""
 
 
 def run(*fused: str, dtype: str = "fp16") -> RunSpec:
@@ -31,23 +31,23 @@ def run(*fused: str, dtype: str = "fp16") -> RunSpec:
     return replace(spec, dtype=dtype, fused=fused)
 
 
-def cluster(words: tuple[str, ...] | list[str] = HOST, key: str = "h200") -> Cluster:
+def cluster(flags: tuple[str, ...] | list[str] = HOST, key: str = "h200") -> Cluster:
     device = device_by_key(key)
     link = link_by_key(device.link)
-    return Cluster(device, 1, 1, link, link, execution=parse_execution(Flags(words)))
+    return Cluster(device, 1, 1, link, link, execution=parse_execution(Flags(flags)))
 
 
-def rate(words: tuple[str, ...] | list[str] = HOST) -> DeviceRates:
-    return compute_device_rates(cluster(words), "fp16")
+def rate(flags: tuple[str, ...] | list[str] = HOST) -> DeviceRates:
+    return compute_device_rates(cluster(flags), "fp16")
 
 
-def added(*fused: str) -> tuple[int, int]:
-    """Bytes of a layer, forward and backward, beyond those of a fused one's kernels."""
+def additional_bytes(*fused: str) -> tuple[int, int]:
+    """Return the bytes that an unfused layer moves forward and backward beyond those of a fused layer."""
     bare, whole = layer_bytes(run(*fused), rate()), layer_bytes(run(), rate([]))
     return bare.forward - whole.forward, bare.backward - whole.backward
 
 
-def test_the_flags_of_a_host_without_it_say_so_and_apexs_norms_are_another_matter() -> None:
+def test_host_without_transformer_engine_is_recognised_by_its_flags() -> None:
     assert parse_execution(Flags(HOST)) == Execution(
         grouped_experts=False, torch_kernels=True, unfused_gradients=True, unfused_rotary=True
     )
@@ -57,17 +57,19 @@ def test_the_flags_of_a_host_without_it_say_so_and_apexs_norms_are_another_matte
     assert not parse_execution(Flags(sharded)).unfused_gradients
 
 
-def test_a_layer_moves_more_for_norms_bias_and_gradients_of_queries_keys_and_values() -> None:
+def test_unfused_layer_moves_additional_bytes_for_norms_bias_and_qkv_gradients() -> None:
     norms = 2 * 0.9 * 2 * 2 * HIDDEN, 2 * 2.5 * 3 * 2 * HIDDEN
     projected = 3 * 2 * HIDDEN
-    assert added() == pytest.approx((norms[0] + 2 * projected, norms[1] + 2 * projected))
-    assert added("norm") == pytest.approx((2 * projected, 2 * projected))
-    assert added("norm", "bias_gemm") == pytest.approx((0, 2 * projected))
+    assert additional_bytes() == pytest.approx((norms[0] + 2 * projected, norms[1] + 2 * projected))
+    assert additional_bytes("norm") == pytest.approx((2 * projected, 2 * projected))
+    assert additional_bytes("norm", "bias_gemm") == pytest.approx((0, 2 * projected))
     wide = 2 * 32 * 1024 * 5120
-    assert added("norm", "bias_gemm", "bias_gelu") == pytest.approx((0, 2 * projected - wide))
+    assert additional_bytes("norm", "bias_gemm", "bias_gelu") == pytest.approx(
+        (0, 2 * projected - wide)
+    )
 
 
-def test_rotary_positions_are_a_dozen_passes_where_they_are_not_fused() -> None:
+def test_unfused_rotary_positions_take_a_dozen_memory_passes() -> None:
     spec = run()
     spec = replace(spec, shape=replace(spec.shape, positions=0))
     fused, split = layer_bytes(spec, rate([])), layer_bytes(spec, rate(["--no-rope-fusion"]))
@@ -76,7 +78,7 @@ def test_rotary_positions_are_a_dozen_passes_where_they_are_not_fused() -> None:
     assert split.backward - fused.backward == 6 * turned
 
 
-def test_an_update_in_passes_moves_80_bytes_a_parameter_for_28() -> None:
+def test_unfused_optimizer_moves_80_bytes_per_parameter_instead_of_28() -> None:
     bare = rate()
     more = optimizer_seconds(run(), bare, 0) - optimizer_seconds(run("adamw"), bare, 0)
     assert more == pytest.approx(52 * 774_090_240 / bare.bytes_per_second)
@@ -84,7 +86,7 @@ def test_an_update_in_passes_moves_80_bytes_a_parameter_for_28() -> None:
 
 
 @pytest.mark.parametrize(("dtype", "moved"), [("fp16", 6), ("bf16", 10)])
-def test_a_gradient_that_no_product_adds_is_read_and_added(dtype: str, moved: int) -> None:
+def test_unfused_gradient_accumulation_reads_and_adds_the_gradient(dtype: str, moved: int) -> None:
     alone, fused = ["--no-gradient-accumulation-fusion"], compute_device_rates(cluster([]), dtype)
     bare = compute_device_rates(cluster(alone), dtype)
     spec = run(dtype=dtype)
@@ -95,7 +97,7 @@ def test_a_gradient_that_no_product_adds_is_read_and_added(dtype: str, moved: in
     assert of_head == pytest.approx(moved * 50304 * 1280 / bare.bytes_per_second)
 
 
-def test_norms_of_gradients_one_by_one_take_the_host_longer() -> None:
+def test_gradient_norms_per_tensor_cost_launches() -> None:
     bare = cluster()
     layer = bare.constants.layer_launch_seconds
     more = iteration_host_seconds(run(), bare)
@@ -104,13 +106,13 @@ def test_norms_of_gradients_one_by_one_take_the_host_longer() -> None:
     )
 
 
-def test_a_core_has_the_kernels_that_it_is_measured_with() -> None:
-    found = compute_device_rates(cluster(key="cpu"), "fp32")
-    host = found.execution
+def test_cpu_core_uses_the_kernels_of_its_measurement() -> None:
+    rates = compute_device_rates(cluster(key="cpu"), "fp32")
+    host = rates.execution
     assert [host.torch_kernels, host.unfused_gradients, host.unfused_rotary] == 3 * [False]
 
 
-def test_the_kits_own_runs_without_it_are_predicted_within_a_tenth() -> None:
+def test_runs_of_the_kit_without_transformer_engine_are_predicted_within_10_percent() -> None:
     # examples/gpt3/no_te.md, and an H100's 306 ms (docs/planner.md); no term was fitted to them.
     fused = ("bias_gelu", "bias_gemm", "norm", "cross_entropy", "adamw", "multi_tensor")
     tuned = run(*fused, dtype="bf16")

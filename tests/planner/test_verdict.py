@@ -16,25 +16,25 @@ from tests.costs.test_memory import tiny
     ("recipe", "bytes_each"),
     [(Fp8Recipe.DELAYED, (4, 2)), (Fp8Recipe.MXFP8, (4.06, 2.06)), (Fp8Recipe.NVFP4, (3.12, 3.12))],
 )
-def test_weights_in_eight_bits_alone_stand_in_place_of_those_in_sixteen(
+def test_fp8_weights_replace_the_bf16_weights_if_only_they_are_stored(
     recipe: Fp8Recipe, bytes_each: tuple[float, float]
 ) -> None:
     plain = replace(tiny(), dtype="bf16")
     parameters = rank_parameters(plain)
     linear = parameters.attention + parameters.dense_mlp
-    for kept, each in zip((False, True), bytes_each, strict=True):
+    for kept, bytes_per_weight in zip((False, True), bytes_each, strict=True):
         spec = replace(plain, fp8_recipe=recipe, quantised_weights=kept)
         more = estimate_rank_memory(spec).weights - estimate_rank_memory(plain).weights
-        assert more == pytest.approx((each - 2) * linear, abs=1)
+        assert more == pytest.approx((bytes_per_weight - 2) * linear, abs=1)
 
 
-def test_weights_that_are_gathered_keep_no_copies_in_eight_bits() -> None:
+def test_gathered_weights_store_no_fp8_copies() -> None:
     sharded = tiny(Parallelism(data=4, sharding=Sharding.ZERO3))
     spec = replace(sharded, fp8_recipe=Fp8Recipe.DELAYED)
     assert estimate_rank_memory(spec).weights == estimate_rank_memory(sharded).weights
 
 
-def test_blocks_that_nothing_is_in_are_given_back_before_memory_runs_out() -> None:
+def test_reclaimable_memory_is_freed_before_a_run_is_out_of_memory() -> None:
     spec = replace(tiny(), dtype="fp16")
     memory = estimate_rank_memory(spec)
     logits = spec.micro_batch_tokens * spec.padded_vocabulary
@@ -51,7 +51,7 @@ def test_a_run_is_close_from_nine_tenths_of_a_device_to_all_of_it(
     assert _verdict(replace(tiny(), dtype="fp32"), share) is verdict
 
 
-def test_blocks_that_are_given_back_make_a_run_close_that_would_not_fit_with_them() -> None:
+def test_run_that_fits_only_without_reclaimable_memory_is_close() -> None:
     spec, cluster = replace(tiny(), dtype="fp16"), usual_cluster("h100", 8)
     memory = estimate_rank_memory(spec)
     within = replace(memory, reclaimable=memory.total // 5)
@@ -68,12 +68,14 @@ def test_blocks_that_are_given_back_make_a_run_close_that_would_not_fit_with_the
     ("share", "verdict"),
     [(0.84, Fit.FITS), (0.87, Fit.CLOSE), (1.11, Fit.CLOSE), (1.13, Fit.DOES_NOT_FIT)],
 )
-def test_those_of_sharded_weights_may_be_too_high_as_well(share: float, verdict: Fit) -> None:
+def test_reclaimable_memory_of_sharded_weights_may_be_overestimated(
+    share: float, verdict: Fit
+) -> None:
     assert _verdict(tiny(Parallelism(data=4, sharding=Sharding.ZERO3)), share) is verdict
 
 
 def _verdict(spec: RunSpec, share: float) -> Fit:
-    """Of a run that is predicted to need this share of its device."""
+    """Return the verdict of a run that is predicted to need this fraction of its device."""
     cluster, memory = usual_cluster("h100", 8), estimate_rank_memory(spec)
     device = replace(cluster.device, memory_bytes=int(memory.needed / share))
     return judge_fit_on_cluster(spec, memory, replace(cluster, device=device))

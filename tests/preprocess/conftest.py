@@ -1,4 +1,4 @@
-"""Shared by the tests of `tools.preprocess`: Megatron as the reference, and a tool to run."""
+"""Fixtures for the tests of `tools.preprocess`: Megatron as the reference, and the tool."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Tool = Callable[..., int]
 
 
 def interrupt_after_moves(patch: pytest.MonkeyPatch, moves: int) -> None:
-    """Have a data set's output interrupted when so many of its files have their final names."""
+    """Interrupt the output of a data set once so many of its files have their final names."""
     move, done = folder.move, 0
 
     def dying(source: Path, target: Path) -> None:
@@ -54,7 +54,7 @@ def hugging_face_gpt2(gpt2: TokenizerSpec) -> Encoder:
 
 @pytest.fixture
 def indexed_dataset(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Megatron's own module, from the installed wheel."""
+    """Return Megatron's module from the installed wheel."""
     monkeypatch.setenv("RANK", "0")  # it warns without
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # theirs
@@ -68,7 +68,7 @@ def reference(
     hugging_face_gpt2: Encoder,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Reference:
-    """`.bin` and `.idx` as Megatron's builder writes them for Hugging Face `tokenizers`' ids."""
+    """Return a function that gives `.bin` and `.idx` of Megatron's builder for ids of Hugging Face `tokenizers`."""
 
     def build(
         documents: Iterable[str | list[str]],
@@ -94,7 +94,7 @@ def reference(
 
 @pytest.fixture
 def tool() -> Tool:
-    """Runs the tool in this process; its exit status."""
+    """Return a function that runs the tool in this process and gives its exit status."""
 
     def run(*arguments: object) -> int:
         return main([str(argument) for argument in arguments])
@@ -104,7 +104,7 @@ def tool() -> Tool:
 
 @pytest.fixture
 def write_lines(tmp_path: Path) -> Callable[..., Path]:
-    """Writes JSON lines `{"text": …}`, or rows as they are, and returns the file."""
+    """Return a function that writes JSON lines `{"text": …}`, or unchanged rows, and gives the file."""
 
     def write(documents: Sequence[object], name: str = "in.jsonl") -> Path:
         rows = [d if isinstance(d, dict) else {"text": d} for d in documents]
@@ -117,7 +117,7 @@ def write_lines(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def process() -> Callable[..., subprocess.Popen[str]]:
-    """Starts the tool as a process of its own."""
+    """Return a function that starts the tool as a separate process."""
 
     def start(*arguments: object) -> subprocess.Popen[str]:
         return subprocess.Popen(
@@ -132,7 +132,7 @@ def process() -> Callable[..., subprocess.Popen[str]]:
 
 
 def pair(prefix: Path) -> tuple[bytes, bytes]:
-    """Bytes of a data set's two files."""
+    """Return the bytes of a data set's two files."""
     return Path(f"{prefix}.bin").read_bytes(), Path(f"{prefix}.idx").read_bytes()
 
 

@@ -1,12 +1,17 @@
-"""Whatever is wrong with an input is named with its place, counted, and harms nothing."""
+"""Every error in an input is named with its position, counted, and does no damage."""
 
+import bz2
 import errno
 import gzip
+import io
 import json
+import lzma
 import os
 import resource
 import subprocess
 import sys
+import tarfile
+import zipfile
 
 import pytest
 
@@ -27,29 +32,29 @@ def write_bad(tmp_path, line):
     return path
 
 
-@pytest.mark.parametrize(("said", "line"), BAD_LINES.items())
-def test_a_bad_line_stops_the_run_and_is_named(tool, tmp_path, capsys, said, line):
+@pytest.mark.parametrize(("message", "line"), BAD_LINES.items())
+def test_bad_line_stops_the_run_and_is_named(tool, tmp_path, capsys, message, line):
     path = write_bad(tmp_path, line)
     assert tool("--input", path, "--output-prefix", tmp_path / "o") == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {path}:3: {said}")
+    assert error.startswith(f"error: {path}:3: {message}")
     assert "--on-error skip" in error
     assert not (tmp_path / "o_text_document.idx").exists()
 
 
-@pytest.mark.parametrize(("said", "line"), BAD_LINES.items())
-def test_skipping_leaves_out_the_bad_line_and_counts_it(
-    tool, tmp_path, capsys, said, line, reference, read_pair
+@pytest.mark.parametrize(("message", "line"), BAD_LINES.items())
+def test_skip_option_omits_and_counts_bad_lines(
+    tool, tmp_path, capsys, message, line, reference, read_pair
 ):
     path = write_bad(tmp_path, line)
     assert tool("--input", path, "--output-prefix", tmp_path / "o", "--on-error", "skip") == 0
     printed = capsys.readouterr()
-    assert f"{path}:3: {said}" in printed.err
-    assert f"1 × {said.partition(' (')[0]}" in printed.out
+    assert f"{path}:3: {message}" in printed.err
+    assert f"1 × {message.partition(' (')[0]}" in printed.out
     assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
 
 
-def test_a_run_that_stopped_resumes_with_skip(tool, tmp_path, capsys, reference, read_pair):
+def test_stopped_run_resumes_with_the_skip_option(tool, tmp_path, capsys, reference, read_pair):
     documents = [f"document {i}" for i in range(400)]
     lines = [json.dumps({"text": d}) for d in documents]
     path = tmp_path / "in.jsonl"
@@ -60,13 +65,13 @@ def test_a_run_that_stopped_resumes_with_skip(tool, tmp_path, capsys, reference,
         assert tool(*flags) == 1
         assert f"{path}:400: broken JSON" in capsys.readouterr().err
         assert tool(*flags, "--on-error", "skip") == 0
-    said = capsys.readouterr().err
-    assert "Resuming after" in said
-    assert f"{path}:400: broken JSON" in said
+    message = capsys.readouterr().err
+    assert "Resuming after" in message
+    assert f"{path}:400: broken JSON" in message
     assert read_pair(tmp_path / "o_text_document") == reference(documents, None)
 
 
-def test_a_line_is_named_by_its_number_in_the_whole_file_also_in_a_part(tool, tmp_path, capsys):
+def test_bad_line_of_a_part_is_named_by_its_number_in_the_file(tool, tmp_path, capsys):
     path = tmp_path / "in.jsonl"
     path.write_text('{"text":"a"}\n' * 99 + "broken\n")
     flags = ("--input", path, "--output-prefix", tmp_path / "o", "--shard", "1/2")
@@ -85,7 +90,61 @@ def test_an_empty_file_is_named(tool, tmp_path, capsys, write_lines, reference, 
     assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
 
 
-def test_an_empty_document_is_kept_as_megatron_keeps_it_and_named(
+def archive(kind, text):
+    """The bytes of a text in a container that the tool does not read."""
+    stream = io.BytesIO()
+    if kind == "zip":
+        with zipfile.ZipFile(stream, "w") as file:
+            file.writestr("in.jsonl", text)
+    elif kind == "tar":
+        with tarfile.open(fileobj=stream, mode="w") as file:
+            entry = tarfile.TarInfo("in.jsonl")
+            entry.size = len(text)
+            file.addfile(entry, io.BytesIO(text.encode()))
+    else:
+        return {
+            "bzip2": bz2.compress,
+            "xz": lzma.compress,
+            "UTF-16": lambda data: data.decode().encode("utf-16"),
+        }[kind](text.encode())
+    return stream.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["zip", "tar", "bzip2", "xz", "UTF-16"])
+@pytest.mark.parametrize("name", ["in.jsonl", "in.zip", "in"])
+def test_a_format_that_is_not_read_is_named_and_no_document_is_to_be_skipped(
+    tool, tmp_path, capsys, kind, name
+):
+    path = tmp_path / name
+    path.write_bytes(archive(kind, '{"text": "one"}\n{"text": "two"}\n'))
+    assert tool("--input", path, "--output-prefix", tmp_path / "o", "--on-error", "skip") == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {path} is ")
+    assert kind in error
+    assert "which is not read; " in error
+    assert "--on-error" not in error
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_a_byte_order_mark_belongs_to_no_document(tool, tmp_path, reference, read_pair, end):
+    path = tmp_path / "in.jsonl"
+    lines = [json.dumps({"text": text}) + end for text in GOOD]
+    path.write_bytes("".join(lines).encode("utf-8-sig"))
+    assert tool("--input", path, "--output-prefix", tmp_path / "o") == 0
+    assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
+
+
+def test_advice_on_an_empty_or_damaged_file_is_about_the_file(tool, tmp_path, capsys):
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "b.gz").write_bytes(gzip.compress(b'{"text": "one"}\n' * 9)[:-12])
+    for name, advice in (("a.jsonl", "take it out of --input"), ("b.gz", "fetch it again")):
+        assert tool("--input", tmp_path / name, "--output-prefix", tmp_path / name[0]) == 1
+        error = capsys.readouterr().err
+        assert advice in error
+        assert "such documents" not in error
+
+
+def test_empty_document_is_written_like_by_megatron_and_named(
     tool, tmp_path, capsys, write_lines, reference, read_pair
 ):
     path = write_lines(["one", "", "two"])
@@ -150,7 +209,7 @@ def test_an_output_without_a_manifest_is_not_touched(tool, tmp_path, capsys, wri
     assert (tmp_path / "o_text_document.bin").read_bytes() == b"precious"
 
 
-def test_a_full_disk_is_one_sentence_and_the_run_resumes_later(
+def test_full_disk_gives_a_single_sentence_and_the_run_resumes_later(
     tool, tmp_path, capsys, write_lines, reference, read_pair, monkeypatch
 ):
     path = write_lines(GOOD)
@@ -169,8 +228,8 @@ def test_a_full_disk_is_one_sentence_and_the_run_resumes_later(
     assert read_pair(tmp_path / "o_text_document") == reference(GOOD, None)
 
 
-def test_a_limit_on_file_sizes_is_one_sentence(tmp_path, write_lines):
-    """A real limit of the system, in a process of its own: what a full disk looks like."""
+def test_file_size_limit_gives_a_single_sentence(tmp_path, write_lines):
+    """A file size limit of the system, set in a separate process, fails in the same way as a full disk."""
     path = write_lines(["word " * 20_000])
     run = subprocess.run(
         [
@@ -194,7 +253,7 @@ def test_a_limit_on_file_sizes_is_one_sentence(tmp_path, write_lines):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--json-keys", "a/b"), "cannot name a data set"),
         (("--json-keys", "text", "text"), "cannot name a data set"),
@@ -211,14 +270,14 @@ def test_a_limit_on_file_sizes_is_one_sentence(tmp_path, write_lines):
         (("--tokenizer", "nowhere/at/all"), "folder that holds a tokenizer.json"),
     ],
 )
-def test_a_flag_that_makes_no_sense_is_refused(tool, tmp_path, capsys, write_lines, flags, said):
+def test_invalid_flag_is_refused(tool, tmp_path, capsys, write_lines, flags, message):
     assert tool("--input", write_lines(GOOD), "--output-prefix", tmp_path / "o", *flags) == 1
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1
 
 
-def test_a_pipe_is_refused_with_the_way_to_do_without(tool, tmp_path, capsys):
+def test_pipe_is_refused_with_an_alternative(tool, tmp_path, capsys):
     os.mkfifo(tmp_path / "pipe")
     for name in (tmp_path / "pipe", "-", "/dev/null"):
         assert tool("--input", name, "--output-prefix", tmp_path / "o") == 1

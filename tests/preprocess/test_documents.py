@@ -57,12 +57,12 @@ def test_each_kind_of_bad_line_is_named_with_its_place(line, kind):
         b'{"text": "a", "odd": "\\ud800"}',
     ],
 )
-def test_what_pythons_json_reads_is_read(line):
+def test_json_that_python_reads_is_read(line):
     assert json.loads(line)["text"] == "a"
     assert [list(row) for row in PARSER.parse(line + b"\n")] == [["a"]]
 
 
-def test_an_object_over_two_lines_does_not_pass_because_two_share_a_line():
+def test_object_over_two_lines_is_refused_even_if_another_line_has_two_objects():
     data = b'{"text": "a"} {"text": "b"}\n{"text":\n"c"}\n'
     assert [kind for kind, _ in kinds(PARSER.parse(data))] == [ProblemKind.BROKEN_JSON] * 3
 
@@ -78,17 +78,17 @@ json_values = st.recursive(
 @given(
     rows=st.lists(st.fixed_dictionaries({"text": json_values, "other": json_values}), max_size=5)
 )
-def test_any_json_is_taken_or_refused_as_by_pythons_json(rows):
+def test_any_json_is_accepted_or_refused_like_by_python(rows):
     lines = [json.dumps(row, ensure_ascii=False).encode("utf-8", "surrogatepass") for row in rows]
-    found = PARSER.parse(b"".join(line + b"\n" for line in lines) or b"\n")
+    parsed = PARSER.parse(b"".join(line + b"\n" for line in lines) or b"\n")
     expected = [
         row["text"]
         for row in rows
         if isinstance(row["text"], str)
         or (isinstance(row["text"], list) and all(isinstance(x, str) for x in row["text"]))
     ]
-    assert texts(found) == expected
-    assert len(found) == len(rows) or not rows
+    assert texts(parsed) == expected
+    assert len(parsed) == len(rows) or not rows
 
 
 @settings(max_examples=200)
@@ -99,14 +99,20 @@ def test_any_bytes_give_documents_or_problems_but_no_crash(data):
 
 
 def test_the_verdict_on_a_line_does_not_depend_on_its_neighbours():
-    """json refuses integers of over 4,300 digits, even in a key that nobody reads."""
+    """Python's json refuses integers of more than 4,300 digits, even in a key that is not read."""
     long_integer = b'{"text": "a", "n": ' + b"9" * 5000 + b"}\n"
     sentences = b'{"text": ["b"], "n": ' + b"9" * 5000 + b"}\n"
-    for others in (b"", b"broken\n", b'{"text": "x\xff"}\n', b'{"text": ["a", "list"]}\n', b"\n"):
+    for neighbours in (
+        b"",
+        b"broken\n",
+        b'{"text": "x\xff"}\n',
+        b'{"text": ["a", "list"]}\n',
+        b"\n",
+    ):
         for line, text in ((long_integer, "a"), (sentences, ["b"])):
-            rows = PARSER.parse(others + line)
+            rows = PARSER.parse(neighbours + line)
             assert list(rows[-1]) == [text]
-            assert rows[:-1] == (PARSER.parse(others) if others else [])
+            assert rows[:-1] == (PARSER.parse(neighbours) if neighbours else [])
 
 
 LINE_PIECES = (
@@ -121,7 +127,7 @@ LINE_PIECES = (
         st.lists(st.sampled_from(LINE_PIECES), max_size=8).map(b"".join), min_size=1, max_size=4
     )
 )
-def test_lines_together_are_what_they_are_alone(lines):
+def test_block_of_lines_gives_the_documents_of_single_lines(lines):
     together = PARSER.parse(b"".join(line + b"\n" for line in lines))
     alone = [row for line in lines for row in PARSER.parse(line + b"\n")]
     assert [row if isinstance(row, Problem) else list(row) for row in together] == [

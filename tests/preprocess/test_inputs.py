@@ -43,7 +43,7 @@ def test_parquet_gives_the_same_bytes(made, tmp_path, reference, type_):
     assert made(path) == reference(DOCUMENTS)
 
 
-def test_parquet_parts_follow_row_groups_and_merge_to_the_whole(
+def test_parquet_parts_follow_row_groups_and_merge_to_the_full_data_set(
     tool, tmp_path, reference, read_pair
 ):
     path = write_parquet(tmp_path / "in.parquet", DOCUMENTS, row_group_size=7)
@@ -68,7 +68,7 @@ def test_a_folder_and_a_glob_are_read_in_sorted_order(made, write_lines, tmp_pat
 
 
 def test_a_hub_data_set_is_streamed(made, tmp_path, reference, monkeypatch):
-    """A folder stands for the hub: `datasets` reads both the same way."""
+    """A folder replaces the hub, because `datasets` reads both in the same way."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
     (tmp_path / "hub").mkdir()
@@ -76,13 +76,13 @@ def test_a_hub_data_set_is_streamed(made, tmp_path, reference, monkeypatch):
     assert made(f"hub:{tmp_path / 'hub'}") == reference(DOCUMENTS)
 
 
-def test_a_hub_data_set_is_not_cut_into_parts(tool, tmp_path, capsys):
+def test_hub_data_set_is_not_split_into_parts(tool, tmp_path, capsys):
     flags = ("--output-prefix", tmp_path / "o", "--shard", "0/2")
     assert tool("--input", "hub:org/name", *flags) == 1
     assert "hub:org/name is not cut by --shard; download it" in capsys.readouterr().err
 
 
-def test_a_missing_column_is_named_with_those_there_are(tool, tmp_path, capsys):
+def test_missing_column_is_named_with_the_existing_columns(tool, tmp_path, capsys):
     path = write_parquet(tmp_path / "in.parquet", DOCUMENTS)
     flags = ("--output-prefix", tmp_path / "o", "--json-keys", "body")
     assert tool("--input", path, *flags) == 1
@@ -98,9 +98,9 @@ def test_null_and_invalid_rows_are_named_by_row(tool, tmp_path, capsys, referenc
     assert tool("--input", path, "--output-prefix", prefix) == 1
     assert f"{path}:2: null text" in capsys.readouterr().err
     assert tool("--input", path, "--output-prefix", prefix, "--on-error", "skip") == 0
-    said = capsys.readouterr().err
-    assert f"{path}:2: null text" in said
-    assert f"{path}:3: invalid UTF-8" in said
+    printed = capsys.readouterr().err
+    assert f"{path}:2: null text" in printed
+    assert f"{path}:3: invalid UTF-8" in printed
     assert read_pair(tmp_path / "o_text_document") == reference(["fine", "good"], None)
 
 
@@ -110,7 +110,7 @@ def test_an_input_that_matches_nothing_is_refused(tool, tmp_path, capsys, name):
     assert "matches nothing; check the path" in capsys.readouterr().err
 
 
-def test_an_archive_that_is_none_is_refused(tool, tmp_path, capsys):
+def test_invalid_archive_is_refused(tool, tmp_path, capsys):
     (tmp_path / "x.gz").write_bytes(b'{"text":"a"}\n')
     assert tool("--input", tmp_path / "x.gz", "--output-prefix", tmp_path / "o") == 1
     assert "is no gzip file, whatever its name says" in capsys.readouterr().err

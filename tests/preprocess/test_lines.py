@@ -36,19 +36,19 @@ def text_of(blocks):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("format_", PACKERS)
-def test_blocks_hold_whole_lines_and_can_be_entered_at_each_end(tmp_path, format_):
+def test_blocks_hold_complete_lines_and_reading_can_start_at_any_block_end(tmp_path, format_):
     slice_ = write(tmp_path, format_, PACKERS[format_](TEXT))
     blocks = list(line_blocks(slice_, 0, None))
     assert text_of(blocks) == TEXT
     assert all(block.content.endswith(b"\n") for block in blocks)
     for index, block in enumerate(blocks):
-        rest = list(line_blocks(slice_, block.next_offset, None))
-        assert [b.content for b in rest] == [b.content for b in blocks[index + 1 :]]
+        remaining_blocks = list(line_blocks(slice_, block.next_offset, None))
+        assert [b.content for b in remaining_blocks] == [b.content for b in blocks[index + 1 :]]
 
 
 @settings(max_examples=100)
 @given(data=st.lists(st.binary(max_size=40), max_size=12).map(b"\n".join))
-def test_no_byte_is_lost_whatever_the_lines(tmp_path_factory, data):
+def test_no_byte_is_lost_for_any_lines(tmp_path_factory, data):
     slice_ = write(tmp_path_factory.mktemp("x"), Format.LINES, data)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lines, "BLOCK_BYTES", 8)
@@ -58,7 +58,7 @@ def test_no_byte_is_lost_whatever_the_lines(tmp_path_factory, data):
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_a_slice_ends_where_it_says(tmp_path):
+def test_slice_ends_at_its_end_offset(tmp_path):
     whole = write(tmp_path, Format.LINES, TEXT)
     for cut in (4, 45, 54, len(TEXT)):
         part = Slice(whole.name, Format.LINES, 0, cut, cut)
@@ -66,7 +66,7 @@ def test_a_slice_ends_where_it_says(tmp_path):
 
 
 @pytest.mark.usefixtures("small_blocks")
-def test_a_line_over_the_limit_is_passed_over_and_named(tmp_path):
+def test_line_over_the_limit_is_skipped_and_named(tmp_path):
     data = b"short\n" + b"x" * 500 + b"\nlast\n"
     slice_ = write(tmp_path, Format.LINES, data)
     blocks = list(line_blocks(slice_, 0, 10))
@@ -77,19 +77,21 @@ def test_a_line_over_the_limit_is_passed_over_and_named(tmp_path):
 
 @pytest.mark.parametrize("format_", [Format.GZIP, Format.ZSTD])
 @pytest.mark.parametrize("damage", ["cut", "flip"])
-def test_a_damaged_archive_gives_what_comes_before_and_says_so(tmp_path, format_, damage):
+def test_damaged_archive_gives_the_text_before_the_damage_and_is_reported(
+    tmp_path, format_, damage
+):
     text = b"".join(b'{"text":"%d"}\n' % i for i in range(200_000))
     packed = PACKERS[format_](text)
     half = len(packed) // 2
     packed = packed[:half] if damage == "cut" else packed[:half] + b"\0\xff\0" + packed[half + 3 :]
     *blocks, last = line_blocks(write(tmp_path, format_, packed), 0, None)
-    found = text_of(blocks)
+    text_before_damage = text_of(blocks)
     assert isinstance(last.content, Problem)
     assert last.content.kind is ProblemKind.BROKEN_ARCHIVE
-    assert found.endswith(b"\n") or not found
+    assert text_before_damage.endswith(b"\n") or not text_before_damage
     if damage == "cut":
-        assert len(found) > 100_000
-        assert text.startswith(found)
+        assert len(text_before_damage) > 100_000
+        assert text.startswith(text_before_damage)
 
 
 def test_archives_of_several_members_are_read_to_the_end(tmp_path):
@@ -98,7 +100,7 @@ def test_archives_of_several_members_are_read_to_the_end(tmp_path):
         assert text_of(line_blocks(slice_, 0, None)) == b"a\nb\n"
 
 
-def test_next_line_start(tmp_path):
+def test_next_line_start_is_the_offset_after_the_next_line_end(tmp_path):
     (tmp_path / "x").write_bytes(b"ab\ncd\nef")
     starts = [next_line_start(tmp_path / "x", offset) for offset in range(9)]
     assert starts == [0, 3, 3, 3, 6, 6, 6, 8, 8]

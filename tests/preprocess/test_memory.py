@@ -1,4 +1,4 @@
-"""Peak memory does not grow with the input. VmHWM of the whole tool: it is one process."""
+"""Peak memory does not grow with the input. It is VmHWM of the tool, which is a single process."""
 
 import shutil
 import string
@@ -31,7 +31,7 @@ def peak_bytes(*arguments):
 
 
 def write_shifted(path, size_bytes, base_bytes=64_000_000):
-    """Each copy of the text has its letters shifted, so that its words are new to the encoder."""
+    """Write copies of a text with shifted letters, so that all words are new to the encoder."""
     documents = list(synthetic_documents(base_bytes))
     lower, encode, copy = string.ascii_lowercase, msgspec.json.Encoder().encode, 0
     with path.open("wb") as stream:
@@ -46,7 +46,7 @@ def write_shifted(path, size_bytes, base_bytes=64_000_000):
 
 
 @pytest.mark.slow
-def test_memory_does_not_follow_the_input(tmp_path):
+def test_memory_does_not_grow_with_the_input(tmp_path):
     write_shifted(tmp_path / "small.jsonl", 4_000_000, 4_000_000)
     write_shifted(tmp_path / "large.jsonl", 48_000_000, 4_000_000)
     small, large = (
@@ -57,7 +57,7 @@ def test_memory_does_not_follow_the_input(tmp_path):
 
 
 @pytest.mark.slow
-def test_ten_gigabytes_stay_below_one(tmp_path):
+def test_ten_gigabytes_of_input_need_less_than_one_gigabyte(tmp_path):
     if shutil.disk_usage(tmp_path).free < 18 << 30:
         pytest.skip("needs 18 GiB of free disk")
     path = tmp_path / "in.jsonl"

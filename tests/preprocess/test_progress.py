@@ -16,7 +16,7 @@ def clock(monkeypatch):
     return now
 
 
-def test_without_a_terminal_there_is_one_line_a_minute(clock):
+def test_progress_without_a_terminal_is_a_line_per_minute(clock):
     stream = io.StringIO()
     line = ProgressLine(Console(file=stream, force_terminal=False))
     for second in range(0, 181, 10):
@@ -27,7 +27,7 @@ def test_without_a_terminal_there_is_one_line_a_minute(clock):
     assert lines[0].startswith("1.0 MB/s · 7 documents · 14 tokens · 6% · 0:")
 
 
-def test_an_input_of_unknown_size_shows_no_share(clock):
+def test_progress_of_an_input_of_unknown_size_has_no_percentage(clock):
     stream = io.StringIO()
     line = ProgressLine(Console(file=stream, force_terminal=False))
     with line:
@@ -38,15 +38,15 @@ def test_an_input_of_unknown_size_shows_no_share(clock):
     assert stream.getvalue().splitlines()[1:] == ["2.0 MB/s · 2 documents · 2 tokens"]
 
 
-def test_on_a_terminal_one_line_changes_and_sentences_stay(clock):
+def test_progress_on_a_terminal_updates_a_single_line_and_keeps_messages(clock):
     stream = io.StringIO()
     line = ProgressLine(Console(file=stream, force_terminal=True, width=100))
     with line:
         clock[0] = 2.0
         line.add(500, 1000, 1_000_000, documents=7, tokens=9)
         line.say("in.jsonl:3: blank line (noted)")
-    _, said, after = stream.getvalue().rpartition("in.jsonl:3: blank line (noted)")
-    assert said
+    _, sentence, after = stream.getvalue().rpartition("in.jsonl:3: blank line (noted)")
+    assert sentence
     assert "0.5 MB/s · 7 documents · 9 tokens" in after
     assert " 50%" in after
 

@@ -1,4 +1,4 @@
-"""The published data set is known by its documents and by the samples that Megatron draws from them."""
+"""The published data set is recognised by its documents and by the samples that Megatron draws from them."""
 
 from pathlib import Path
 
@@ -19,17 +19,17 @@ def dataset(folder: Path, lengths: list[int]) -> Dataset:
 
 def test_whole_epochs_are_drawn_until_there_are_enough_samples(tmp_path: Path) -> None:
     made = dataset(tmp_path, [10] * 8 + [7, 5])
-    # 80 tokens an epoch: 9 samples of 8 need 73, 10 need 81.
+    # An epoch has 80 tokens: 9 samples of 8 need 73 tokens, 10 samples need 81.
     for asked, drawn in ((9, [9, 1, 1]), (10, [19, 1, 1])):
         parts = count_draws(made, "8,1,1", 8, asked, 1, 1)
         assert [count_samples(part.epochs, part.tokens, 8) for part in parts] == drawn
 
 
-def test_another_number_of_documents_is_said(tmp_path: Path) -> None:
+def test_different_number_of_documents_is_reported(tmp_path: Path) -> None:
     assert "3 documents instead of 10,000" in comparison(dataset(tmp_path, [4, 4, 4]))
 
 
-def test_other_documents_of_the_same_number_are_told_apart_by_the_samples_drawn(
+def test_different_documents_of_equal_number_are_recognised_by_the_samples(
     tmp_path: Path,
 ) -> None:
     text = comparison(dataset(tmp_path, [3] * DOCUMENTS))

@@ -1,4 +1,4 @@
-"""Killed at any moment, the same command again ends in the same files."""
+"""After a kill at any moment, a repetition of the command gives the same files."""
 
 import os
 import platform
@@ -40,7 +40,7 @@ def outputs(prefix):
 
 
 def kill_after(running, folder, commits, delay):
-    """Kill the tool a moment after so many commits, or at once if it is done before."""
+    """Kill the tool a moment after so many commits. Return at once if the tool is done before."""
     while running.poll() is None:
         if len(list(folder.glob("part-??????"))) >= commits:
             break
@@ -51,7 +51,7 @@ def kill_after(running, folder, commits, delay):
 
 
 def kill_until_done(process, english, folder, moments):
-    """Run the tool, killing it at each of the moments, then to the end."""
+    """Run the tool and kill it at each of the moments, then run it to the end."""
     arguments = ("--input", english, "--output-prefix", folder / "o", *KILL_FLAGS)
     for commits, delay in moments:
         running = process(*arguments)
@@ -65,7 +65,7 @@ def kill_until_done(process, english, folder, moments):
 
 
 @pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_killed_twice_it_ends_in_identical_files(process, english, undisturbed, tmp_path, seed):
+def test_tool_killed_twice_ends_with_identical_files(process, english, undisturbed, tmp_path, seed):
     pick = random.Random(seed)
     moments = [(pick.randint(0, 2), pick.uniform(0, 0.05)), (pick.randint(3, 5), 0.01)]
     kill_until_done(process, english, tmp_path, moments)
@@ -74,7 +74,9 @@ def test_killed_twice_it_ends_in_identical_files(process, english, undisturbed, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
-def test_killed_at_twenty_random_moments(process, english, undisturbed, tmp_path, seed):
+def test_tool_killed_at_twenty_random_moments_ends_with_identical_files(
+    process, english, undisturbed, tmp_path, seed
+):
     pick = random.Random(1000 + seed)
     moments = [(pick.randint(0, 7), pick.uniform(0, 0.1)) for _ in range(3)]
     kill_until_done(process, english, tmp_path, moments)
@@ -82,7 +84,7 @@ def test_killed_at_twenty_random_moments(process, english, undisturbed, tmp_path
 
 
 def stop_after(monkeypatch, commits):
-    """Let the tool die, as from a kill, right after so many commits."""
+    """End the tool as by a kill right after so many commits."""
     from tools.preprocess import parts
 
     written, done = parts.atomic_directory, 0
@@ -109,7 +111,7 @@ def interrupted(tool, english, tmp_path, monkeypatch, capsys):
     return arguments
 
 
-def test_it_resumes_from_the_last_commit(tool, interrupted, undisturbed, tmp_path, capsys):
+def test_tool_resumes_from_the_last_commit(tool, interrupted, undisturbed, tmp_path, capsys):
     assert not list(tmp_path.glob("*.idx"))
     assert tool(*interrupted) == 0
     assert "Resuming after 2 finished parts" in capsys.readouterr().err
@@ -128,7 +130,7 @@ def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed,
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "message"),
     [
         (("--json-keys", "body"), "--json-keys was ('text',), now ('body',)"),
         (("--max-document-mb", "5"), "--max-document-mb (in bytes) was None, now 5000000"),
@@ -136,9 +138,9 @@ def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed,
         (("--shard", "0/2"), "--shard was 0/1, now 0/2"),
     ],
 )
-def test_a_changed_flag_is_refused_with_the_difference(tool, interrupted, capsys, flags, said):
+def test_a_changed_flag_is_refused_with_the_difference(tool, interrupted, capsys, flags, message):
     assert tool(*interrupted, *flags) == 1
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_a_changed_input_is_refused_with_the_difference(
@@ -158,7 +160,7 @@ def test_a_changed_input_is_refused_with_the_difference(
     assert tool(*arguments, "--restart") == 0
 
 
-def test_a_damaged_shard_is_noticed_on_resuming(tool, interrupted, tmp_path, capsys):
+def test_damaged_shard_is_detected_on_resume(tool, interrupted, tmp_path, capsys):
     with (tmp_path / "o.partial/part-000000/text.bin").open("r+b") as stream:
         stream.seek(1000)
         stream.write(b"\xff\xff")
@@ -168,7 +170,7 @@ def test_a_damaged_shard_is_noticed_on_resuming(tool, interrupted, tmp_path, cap
 
 
 @pytest.mark.parametrize("size", [10, 50])
-def test_a_part_whose_index_is_cut_short_is_noticed_before_anything_is_published(
+def test_truncated_index_of_a_part_is_detected_before_publishing(
     tool, interrupted, tmp_path, capsys, size
 ):
     os.truncate(tmp_path / "o.partial/part-000000/text.idx", size)
@@ -178,7 +180,7 @@ def test_a_part_whose_index_is_cut_short_is_noticed_before_anything_is_published
     assert tool(*interrupted, "--restart") == 0
 
 
-def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path, capsys):
+def test_concurrent_runs_with_the_same_output_are_refused(tool, interrupted, tmp_path, capsys):
     from parakit.data.folder import lock_folder
 
     with lock_folder(tmp_path / "o.partial"):
@@ -187,7 +189,7 @@ def test_two_runs_at_once_on_one_output_are_refused(tool, interrupted, tmp_path,
 
 
 @pytest.mark.parametrize("moves", [0, 1, 2])
-def test_killed_while_renaming_it_finishes_the_renames(
+def test_tool_killed_while_renaming_finishes_the_renames(
     tool, english, undisturbed, tmp_path, monkeypatch, moves
 ):
     arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
@@ -200,10 +202,10 @@ def test_killed_while_renaming_it_finishes_the_renames(
 
 
 @pytest.mark.parametrize("removals", range(0, 12))
-def test_killed_while_cleaning_up_the_repeat_finds_the_result(
+def test_repetition_after_a_kill_during_cleanup_uses_the_result(
     tool, english, undisturbed, tmp_path, monkeypatch, removals
 ):
-    """The folder of an unfinished run is removed name by name; death after any of them is harmless."""
+    """The folder of an unfinished run is removed file by file; a kill after any of them is harmless."""
     arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
     with monkeypatch.context() as patch:
         done = 0
@@ -227,7 +229,7 @@ def test_killed_while_cleaning_up_the_repeat_finds_the_result(
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_an_archive_is_resumed_too(tool, english, tmp_path, monkeypatch):
+def test_archive_input_is_resumed(tool, english, tmp_path, monkeypatch):
     import gzip
 
     packed = tmp_path / "in.jsonl.gz"

@@ -1,4 +1,4 @@
-"""The bytes are those of Megatron's own builder, whatever the documents."""
+"""The output has the bytes of Megatron's builder for any documents."""
 
 import json
 import tempfile
@@ -25,8 +25,8 @@ from tools.preprocess.tokenizer import load_tokenizer
 TRICKY = ["'s", "'re", "'LL", "<|endoftext|>", "  ", "\n\n", "\r\n", "\x00", "\x1f", "\x85",
           "\u2028", "\u3000", "\ufeff", "e\u0301", "١٢", "½", "😀", "日本語", '"', "\\"]  # fmt: skip
 
-# Of the planes that Unicode still fills, only what Python's tables know: for younger characters
-# `tokenizers` and Megatron's `regex` differ about what a letter is, and the tool follows Megatron.
+# Only characters of Python's tables are drawn from planes that Unicode still extends. For newer characters
+# `tokenizers` and Megatron's `regex` disagree on what a letter is, and the tool follows Megatron.
 character = st.one_of(
     st.characters(exclude_categories=("Cs", "Cn")),
     *(
@@ -44,7 +44,7 @@ texts = st.one_of(
 def make(documents, *flags):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "in.jsonl"
-        # As one line of raw UTF-8 or of escapes: both forms of JSON are common.
+        # A document is a line of raw UTF-8 or of escapes, because both forms of JSON are common.
         lines = [json.dumps({"text": d}, ensure_ascii=bool(i % 2)) for i, d in enumerate(documents)]
         path.write_text("\n".join(lines) + "\n", encoding="utf-8", newline="")
         prefix = Path(folder) / "out"
@@ -63,9 +63,9 @@ def test_generated_documents_give_megatrons_bytes(reference, documents, append):
 @settings(max_examples=150)
 @given(documents=st.lists(texts, min_size=1, max_size=30))
 def test_gigatoken_agrees_with_hugging_face(gigatoken_gpt2, hugging_face_gpt2, documents):
-    ours, theirs = gigatoken_gpt2.encode(documents), hugging_face_gpt2.encode(documents)
-    np.testing.assert_array_equal(ours[0], theirs[0])
-    np.testing.assert_array_equal(ours[1], theirs[1])
+    gigatoken, hugging_face = gigatoken_gpt2.encode(documents), hugging_face_gpt2.encode(documents)
+    np.testing.assert_array_equal(gigatoken[0], hugging_face[0])
+    np.testing.assert_array_equal(gigatoken[1], hugging_face[1])
 
 
 def test_end_of_text_inside_a_text_is_ordinary_text(reference):
@@ -75,7 +75,7 @@ def test_end_of_text_inside_a_text_is_ordinary_text(reference):
     assert 50256 not in ids
 
 
-def test_a_document_longer_than_a_block_is_whole(reference):
+def test_document_longer_than_a_block_stays_complete(reference):
     documents = ["before", "word " * 900_000, "after"]
     assert make(documents, "--append-eod") == reference(documents)
 
@@ -96,7 +96,7 @@ def test_line_ends_of_every_kind_count_as_in_megatrons_text_mode(
     assert read_pair(tmp_path / "o_text_document") == reference(["a", "b", "c", "d"], None)
 
 
-def test_several_keys_give_a_data_set_each(tool, write_lines, tmp_path, reference, read_pair):
+def test_each_of_several_keys_gives_a_data_set(tool, write_lines, tmp_path, reference, read_pair):
     path = write_lines([{"title": "A", "text": "One two"}, {"title": "", "text": "Three"}])
     out = tmp_path / "o"
     assert tool("--input", path, "--output-prefix", out, "--json-keys", "title", "text") == 0
@@ -110,8 +110,8 @@ def test_dtype_changes_at_65500_entries(
 ):
     folder = tmp_path / "tokenizer"
     folder.mkdir()
-    words = {f"w{i}": i for i in range(vocabulary)}
-    (folder / "tokenizer.json").write_text(json.dumps(word_level(words)))
+    entries = {f"w{i}": i for i in range(vocabulary)}
+    (folder / "tokenizer.json").write_text(json.dumps(word_level(entries)))
     path = write_lines(["w0 w65498 w7", "w1"])
     out = tmp_path / "o"
     assert tool("--input", path, "--output-prefix", out, "--tokenizer", folder) == 0
@@ -121,7 +121,7 @@ def test_dtype_changes_at_65500_entries(
     assert len(expected[0]) == 4 * (2 if vocabulary < 65_500 else 4)
 
 
-def word_level(words):
+def word_level(entries):
     return {
         "version": "1.0",
         "truncation": None,
@@ -131,7 +131,7 @@ def word_level(words):
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "post_processor": None,
         "decoder": None,
-        "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+        "model": {"type": "WordLevel", "vocab": entries, "unk_token": "w0"},
     }
 
 
@@ -151,15 +151,15 @@ def regex_gpt2(gpt2):
 
 @pytest.fixture(scope="module")
 def code_points():
-    """Every character but the surrogates: whether Python's tables leave it unassigned."""
+    """Return for every character but the surrogates whether Python's tables leave it unassigned."""
     codes = (code for code in range(0x110000) if not 0xD800 <= code < 0xE000)
     return {chr(code): unicodedata.category(chr(code)) == "Cn" for code in codes}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("step", [16, pytest.param(1, marks=pytest.mark.slow)])
-def test_every_code_point_is_cut_as_megatrons_regex_cuts_it(exact_gpt2, code_points, step):
-    """After a letter, a digit or a space 's is one token; after anything else ' belongs to that.
+def test_every_code_point_is_split_like_by_the_regex_of_megatron(exact_gpt2, code_points, step):
+    """After a letter, a digit or a space, 's is a single token; otherwise ' belongs to the preceding character.
 
     17,480 letters are younger than the tables of `tokenizers`, 12,823 than gigatoken's. By default one
     in 16 of the 825,345 unassigned ones: that each is noticed, and so cut by `regex`, is tested below.
@@ -172,9 +172,9 @@ def test_every_code_point_is_cut_as_megatrons_regex_cuts_it(exact_gpt2, code_poi
     for groups in (assigned, list(batched(unassigned, 200))):
         texts = ["\n".join(f"{character}'s" for character in group) for group in groups]
         ids, offsets = exact_gpt2.encode(texts)
-        found = np.add.reduceat(ids == together, offsets[:-1])
+        suffix_counts = np.add.reduceat(ids == together, offsets[:-1])
         wanted = [sum(character in separate for character in group) for group in groups]
-        assert found.tolist() == wanted
+        assert suffix_counts.tolist() == wanted
 
 
 unassigned = st.sampled_from("\U0003dddb\U000323b0\u0558\ua7dd\U0003fc3f\U0001fae9\U000e0fff")
@@ -190,24 +190,24 @@ unassigned = st.sampled_from("\U0003dddb\U000323b0\u0558\ua7dd\U0003fc3f\U0001fa
         max_size=8,
     )
 )
-def test_texts_with_the_youngest_characters_are_encoded_as_by_megatron(
+def test_texts_with_newest_unicode_characters_are_encoded_like_by_megatron(
     exact_gpt2, regex_gpt2, documents
 ):
-    ours, theirs = exact_gpt2.encode(documents), regex_gpt2.encode(documents)
-    np.testing.assert_array_equal(ours[0], theirs[0])
-    np.testing.assert_array_equal(ours[1], theirs[1])
+    exact, regex = exact_gpt2.encode(documents), regex_gpt2.encode(documents)
+    np.testing.assert_array_equal(exact[0], regex[0])
+    np.testing.assert_array_equal(exact[1], regex[1])
 
 
 @settings(max_examples=100)
 @given(documents=st.lists(texts, min_size=1, max_size=10))
 def test_the_regex_encoder_agrees_with_hugging_face(regex_gpt2, hugging_face_gpt2, documents):
-    ours, theirs = regex_gpt2.encode(documents), hugging_face_gpt2.encode(documents)
-    np.testing.assert_array_equal(ours[0], theirs[0])
-    np.testing.assert_array_equal(ours[1], theirs[1])
+    regex, hugging_face = regex_gpt2.encode(documents), hugging_face_gpt2.encode(documents)
+    np.testing.assert_array_equal(regex[0], hugging_face[0])
+    np.testing.assert_array_equal(regex[1], hugging_face[1])
 
 
 @pytest.mark.slow
-def test_a_text_with_one_unassigned_character_anywhere_is_noticed(code_points):
+def test_text_with_an_unassigned_character_is_detected(code_points):
     assert all(
         has_unassigned(f"naïve {c}s") for c, is_unassigned in code_points.items() if is_unassigned
     )
@@ -215,7 +215,7 @@ def test_a_text_with_one_unassigned_character_anywhere_is_noticed(code_points):
     assert not any(map(has_unassigned, ["", "“Plain” prose — naïve café", "Привет, 世界, 안녕 😀"]))
 
 
-def test_megatron_reads_it_back(tool, write_lines, tmp_path, indexed_dataset):
+def test_megatron_reads_the_output_back(tool, write_lines, tmp_path, indexed_dataset):
     documents = ["Hello world", "", "Second one"]
     prefix = tmp_path / "o"
     assert tool("--input", write_lines(documents), "--output-prefix", prefix, "--append-eod") == 0

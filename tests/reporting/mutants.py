@@ -60,34 +60,34 @@ def _somewhere(lines: Lines, draw: random.Random, count: int = 5) -> list[int]:
 
 def _of_iterations(lines: Lines) -> list[int]:
     marks = (b"iteration", b":::MLLOG", b"timing_s/", b"perf/step_time", b"train_speed")
-    return [place for place, line in enumerate(lines) if any(mark in line for mark in marks)]
+    return [index for index, line in enumerate(lines) if any(mark in line for mark in marks)]
 
 
 def torn(lines: Lines, draw: random.Random) -> Mutant:
     """Lines end in their middle and go on in the next."""
-    for place in _somewhere(lines, draw):
-        line = lines[place]
+    for index in _somewhere(lines, draw):
+        line = lines[index]
         cut = draw.randrange(len(line) + 1)
-        lines[place] = line[:cut] + b"\n" + line[cut:]
+        lines[index] = line[:cut] + b"\n" + line[cut:]
     return Mutant(b"\n".join(lines), 5)
 
 
 def torn_behind_labels(lines: Lines, draw: random.Random) -> Mutant:
     """`srun -l` labels each piece of a line that it gets in two."""
     labelled = [b" 0: " + line for line in lines]
-    for place in _somewhere(lines, draw):
-        line = lines[place]
+    for index in _somewhere(lines, draw):
+        line = lines[index]
         cut = draw.randrange(len(line) + 1)
-        labelled[place] = b" 0: " + line[:cut] + b"\n 0: " + line[cut:]
+        labelled[index] = b" 0: " + line[:cut] + b"\n 0: " + line[cut:]
     return Mutant(b"\n".join(labelled), 5)
 
 
 def interleaved(lines: Lines, draw: random.Random) -> Mutant:
     """Another rank's line runs into the middle of one."""
-    for place in _somewhere(lines, draw):
-        line, other = lines[place], draw.choice(lines)
+    for index in _somewhere(lines, draw):
+        line, other = lines[index], draw.choice(lines)
         cut = draw.randrange(len(line) + 1)
-        lines[place] = line[:cut] + other + b"\n" + line[cut:]
+        lines[index] = line[:cut] + other + b"\n" + line[cut:]
     return Mutant(b"\n".join(lines), 5)
 
 
@@ -118,19 +118,19 @@ def coloured(lines: Lines, draw: random.Random) -> Mutant:
 
 def progress(lines: Lines, draw: random.Random) -> Mutant:
     """A progress bar that is drawn over itself before lines."""
-    for place in _somewhere(lines, draw, 30):
-        lines[place] = (
-            b"  3%|#   | 3/99 [00:01<00:32]\r 97%|####| 97/99 [02:01<00:01]\r" + lines[place]
+    for index in _somewhere(lines, draw, 30):
+        lines[index] = (
+            b"  3%|#   | 3/99 [00:01<00:32]\r 97%|####| 97/99 [02:01<00:01]\r" + lines[index]
         )
     return Mutant(b"\n".join(lines), 30)
 
 
 def not_text(lines: Lines, draw: random.Random) -> Mutant:
     """Bytes that no text has."""
-    for place in _somewhere(lines, draw):
-        where = draw.randrange(len(lines[place]) + 1)
+    for index in _somewhere(lines, draw):
+        where = draw.randrange(len(lines[index]) + 1)
         junk = draw.randbytes(draw.randrange(1, 20))
-        lines[place] = lines[place][:where] + junk + lines[place][where:]
+        lines[index] = lines[index][:where] + junk + lines[index][where:]
     return Mutant(b"\n".join(lines), 10)
 
 
@@ -138,14 +138,14 @@ def eaten(lines: Lines, draw: random.Random) -> Mutant:
     """Bytes changed, lost and copied anywhere: any figure is possible then."""
     content = bytearray(original := b"\n".join(lines))
     for _ in range(draw.randrange(1, 40)):
-        place = draw.randrange(len(content))
+        index = draw.randrange(len(content))
         match draw.randrange(3):
             case 0:
-                content[place] = draw.randrange(256)
+                content[index] = draw.randrange(256)
             case 1:
-                del content[place : place + draw.randrange(200)]
+                del content[index : index + draw.randrange(200)]
             case _:
-                content[place:place] = original[place : place + draw.randrange(400)]
+                content[index:index] = original[index : index + draw.randrange(400)]
     return Mutant(bytes(content), figures=False, trains_else=True)
 
 
@@ -173,9 +173,9 @@ def reordered(lines: Lines, draw: random.Random) -> Mutant:
     """Some iterations stand where others do."""
     places = _of_iterations(lines)
     chosen = draw.sample(places, min(6, len(places)))
-    moved = [lines[place] for place in draw.sample(chosen, len(chosen))]
-    for place, line in zip(chosen, moved, strict=True):
-        lines[place] = line
+    moved = [lines[index] for index in draw.sample(chosen, len(chosen))]
+    for index, line in zip(chosen, moved, strict=True):
+        lines[index] = line
     # MLPerf's figures come of several lines: a block's end stands behind its beginning and its batch.
     of_two = any(b":::MLLOG" in line for line in moved)
     return Mutant(b"\n".join(lines), len(chosen) if of_two else 0)
@@ -196,21 +196,21 @@ def no_numbers(lines: Lines, draw: random.Random) -> Mutant:
 def _other_numbers(lines: Lines, draw: random.Random, values: Sequence[bytes]) -> Mutant:
     number = re.compile(rb"(?<![\w.])\d[\d.]*(?:[eE][-+]?\d+)?")
     places = _of_iterations(lines) or range(len(lines))
-    for place in draw.sample(places, min(8, len(places))):
-        if found := list(number.finditer(lines[place])):
-            match, value = draw.choice(found), draw.choice(values)
-            lines[place] = lines[place][: match.start()] + value + lines[place][match.end() :]
+    for index in draw.sample(places, min(8, len(places))):
+        if matches := list(number.finditer(lines[index])):
+            match, value = draw.choice(matches), draw.choice(values)
+            lines[index] = lines[index][: match.start()] + value + lines[index][match.end() :]
     return Mutant(b"\n".join(lines), 8, says_else=True, trains_else=True)
 
 
 def script(lines: Lines, draw: random.Random) -> Mutant:
     """Words that a page or a terminal would run."""
     payload = PAYLOAD.encode()
-    for place in _somewhere(lines, draw, 12):
-        line = lines[place]
-        words = [match.end() for match in re.finditer(rb"[ :.]", line)] or [len(line)]
-        where = draw.choice((*words, len(line)))
-        lines[place] = line[:where] + payload + line[where:]
+    for index in _somewhere(lines, draw, 12):
+        line = lines[index]
+        ends = [match.end() for match in re.finditer(rb"[ :.]", line)] or [len(line)]
+        where = draw.choice((*ends, len(line)))
+        lines[index] = line[:where] + payload + line[where:]
     lines.append(
         b'Traceback (most recent call last):\n  File "x.py", line 1, in <module>\nValueError: '
         + payload
@@ -235,27 +235,30 @@ def stamped(lines: Lines, draw: random.Random) -> Mutant:
 
 def without_arguments(lines: Lines, draw: random.Random) -> Mutant:
     """Some of the printed arguments are missing."""
-    given = [place for place, line in enumerate(lines) if b" ....." in line]
-    for place in sorted(draw.sample(given, min(len(given) // 4, len(given))), reverse=True):
-        del lines[place]
+    argument_lines = [index for index, line in enumerate(lines) if b" ....." in line]
+    for index in sorted(
+        draw.sample(argument_lines, min(len(argument_lines) // 4, len(argument_lines))),
+        reverse=True,
+    ):
+        del lines[index]
     return Mutant(b"\n".join(lines), 0)
 
 
 def other_arguments(lines: Lines, draw: random.Random) -> Mutant:
     """Some of the printed arguments have other values."""
     values = (b"0", b"-3", b"None", b"True", b"7", b"1e9", b"[1, 2]", b"x" * 300, PAYLOAD.encode())
-    given = [place for place, line in enumerate(lines) if b" ....." in line]
-    for place in draw.sample(given, len(given) // 8):
-        lines[place] = lines[place].rpartition(b" ")[0] + b" " + draw.choice(values)
+    argument_lines = [index for index, line in enumerate(lines) if b" ....." in line]
+    for index in draw.sample(argument_lines, len(argument_lines) // 8):
+        lines[index] = lines[index].rpartition(b" ")[0] + b" " + draw.choice(values)
     return Mutant(b"\n".join(lines), 0, trains_else=True)
 
 
 def unordered_arguments(lines: Lines, draw: random.Random) -> Mutant:
     """Printed arguments in any order."""
-    given = [place for place, line in enumerate(lines) if b" ....." in line]
-    moved = [lines[place] for place in draw.sample(given, len(given))]
-    for place, line in zip(given, moved, strict=True):
-        lines[place] = line
+    argument_lines = [index for index, line in enumerate(lines) if b" ....." in line]
+    moved = [lines[index] for index in draw.sample(argument_lines, len(argument_lines))]
+    for index, line in zip(argument_lines, moved, strict=True):
+        lines[index] = line
     return Mutant(b"\n".join(lines), 0)
 
 
@@ -289,11 +292,11 @@ def problems(original: bytes, mutant: Mutant, folder: Path) -> Iterator[str]:
         return
     read: Figures = defaultdict(lambda: defaultdict(set))
     for run in runs:
-        for one in run.iterations:
+        for first in run.iterations:
             for field in FIELDS:
-                value = getattr(one, field)
+                value = getattr(first, field)
                 if value is not None and abs(value) < 1e300:
-                    read[one.iteration][field].add(value)
+                    read[first.iteration][field].add(value)
     if mutant.figures:
         before = {} if mutant.says_else else figures(original)
         yield from _wrong_figures(read, figures(mutant.content), before)
@@ -327,9 +330,9 @@ def _wrong_figures(read: Figures, whole: Figures, before: Figures) -> Iterator[s
         return
     for iteration, fields in read.items():
         for field, values in fields.items():
-            known = [found[iteration][field] for found in (whole, before) if iteration in found]
+            known = [result[iteration][field] for result in (whole, before) if iteration in result]
             for value in values:
-                if not any(abs(value - each) <= 1e-9 * abs(each) for each in set().union(*known)):
+                if not any(abs(value - item) <= 1e-9 * abs(item) for item in set().union(*known)):
                     yield f"iteration {iteration}: {field} {value} stands in no line"
 
 
@@ -366,8 +369,8 @@ def mutants(paths: Sequence[Path], seed: int, count: int) -> Iterator[tuple[str,
     for number in range(count):
         path, mutation = pairs[number % len(pairs)]
         original = path.read_bytes()
-        found = mutation(original.split(b"\n"), random.Random(f"{seed} {number}"))
-        yield f"{seed}-{number} {mutation.__name__} {path.name}", original, found
+        mutant_lines = mutation(original.split(b"\n"), random.Random(f"{seed} {number}"))
+        yield f"{seed}-{number} {mutation.__name__} {path.name}", original, mutant_lines
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
@@ -380,19 +383,21 @@ def main(arguments: Iterable[str] | None = None) -> int:
     parser.add_argument(
         "--keep", type=Path, help="a folder for the mutants that something is wrong with"
     )
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     wrong = 0
-    for number, (name, original, mutant) in enumerate(mutants(given.logs, given.seed, given.count)):
-        if given.only not in (None, number):
+    for number, (name, original, mutant) in enumerate(
+        mutants(options.logs, options.seed, options.count)
+    ):
+        if options.only not in (None, number):
             continue
         with tempfile.TemporaryDirectory() as folder:
-            found = list(problems(original, mutant, Path(folder)))
-        if found:
+            faults = list(problems(original, mutant, Path(folder)))
+        if faults:
             wrong += 1
-            print(f"{name}\n  " + "\n  ".join(found[:8]), flush=True)
-            if given.keep:
-                (given.keep / f"{name.replace(' ', '_')}").write_bytes(mutant.content)
-    print(f"{wrong} of {given.count} mutants have something wrong.")
+            print(f"{name}\n  " + "\n  ".join(faults[:8]), flush=True)
+            if options.keep:
+                (options.keep / f"{name.replace(' ', '_')}").write_bytes(mutant.content)
+    print(f"{wrong} of {options.count} mutants have something wrong.")
     return 1 if wrong else 0
 
 

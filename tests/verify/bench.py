@@ -74,7 +74,7 @@ class Bench:
         seed: int = 1234,
         iteration: int | None = 2,
         reference: str = "",
-        own: Sequence[str] = (),
+        own_arguments: Sequence[str] = (),
         resumed: str = "",
         both: bool = False,
     ) -> Judgement:
@@ -92,7 +92,7 @@ class Bench:
             patch_file=read_patch_file(str(bug)) if bug else None,
         )
         job = parse_target(f"train-{strategy}-{model}-{devices}cpu", options)
-        pair = LaunchPair(job, reference, tuple(own), resumed=resumed)
+        pair = LaunchPair(job, reference, tuple(own_arguments), resumed=resumed)
         return self.verifier.verify(pair, both)
 
 
@@ -116,7 +116,10 @@ class Row:
             )
         if not self.bug.stage:
             return verdict.verdict is VerifyOutcome.HELD
-        also = any(self.bug.also in one.split(" ") for one in verdict.also) or not self.bug.also
+        also = (
+            any(self.bug.also in location.split(" ") for location in verdict.also)
+            or not self.bug.also
+        )
         there = (verdict.stage, verdict.module) == (self.bug.stage, self.bug.module)
         return also and there and self.bug.says in verdict.line
 
@@ -128,8 +131,8 @@ class Row:
         layout = " ".join((self.bug.strategy, self.bug.model, self.bug.dtype))
         of_bug = f"| {self.bug.id} | {self.bug.catalogue} | {layout} | {caught} |"
         if verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
-            said = self.fails if self.found else f"not comparable: {verdict.reason}"
-            return f"{of_bug} {said} | | | | {self.seconds:.0f} |"
+            answer = self.fails if self.found else f"not comparable: {verdict.reason}"
+            return f"{of_bug} {answer} | | | | {self.seconds:.0f} |"
         return (
             f"{of_bug} {verdict.stage or 'held'} | `{verdict.module or ''}` | "
             f"{verdict.kind or ''} | {ratio} | {self.seconds:.0f} |"
@@ -164,7 +167,7 @@ def verify_injected(bench: Bench, only: Sequence[str], table: str = "bugs.yaml")
             bug.path,
             iteration=bug.step,
             reference=bug.reference,
-            own=bug.own_flags,
+            own_arguments=bug.own_flags,
             both=bug.both,
         )
         yield Row(bug, judgement, time.monotonic() - began)
@@ -181,7 +184,7 @@ def verify_resumed(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
         judgement = bench.verify(
             *(bug.strategy, bug.model, bug.devices, bug.flags, bug.path),
             iteration=None,
-            own=bug.own_flags,
+            own_arguments=bug.own_flags,
             resumed=resumed,
         )
         yield Row(bug, judgement, time.monotonic() - began)
@@ -203,7 +206,7 @@ def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
                 *(finding.strategies[0], finding.model, finding.devices, finding.flags, patch),
                 iteration=None,
                 reference=finding.reference,
-                own=finding.own_flags,
+                own_arguments=finding.own_flags,
                 both=True,
             )
             fails = finding.fails if stated else ""
@@ -227,7 +230,7 @@ def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, boo
                 finding.shown_with,
                 iteration=None,
                 reference=finding.reference,
-                own=finding.own_flags,
+                own_arguments=finding.own_flags,
                 both=True,
             ).verdict
         except LaunchError as error:
@@ -291,9 +294,9 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
     for family in select_families(whole, Version(version("megatron-core"))):
         choice = itertools.cycle(by_id[name] for name in GENERAL[family.name])
         for row in choose_rows(whole, family)[::every]:
-            levels = tuple(one for one in row if one in family.levels)
+            levels = tuple(level for level in row if level in family.levels)
             for bug in itertools.islice(choice, len(GENERAL[family.name])):
-                layout = next(one for one in family.layouts if one.name == bug.strategy)
+                layout = next(layout for layout in family.layouts if layout.name == bug.strategy)
                 cell = MatrixCell(family, layout, levels)
                 if IDLE.get(bug.id, set()) & {level.path for level in levels}:
                     continue
@@ -310,10 +313,10 @@ def verify_turned(bench: Bench, only: Sequence[str], every: int = 1) -> Iterator
             injected = replace(pair.job.options, patch_file=read_patch_file(str(bug.path)))
             pair = replace(pair, job=pair.job.with_options(injected))
             verdict = bench.verifier.verify(pair).verdict
-            names = " ".join(one.name for one in levels)
-            said = verdict.sentence.replace("|", "/")
+            names = " ".join(level.name for level in levels)
+            sentence = verdict.sentence.replace("|", "/")
             yield (
-                f"| {family.name} {layout.name} | {names} | {bug.id} | {said} |",
+                f"| {family.name} {layout.name} | {names} | {bug.id} | {sentence} |",
                 (verdict.verdict is VerifyOutcome.DIFFERS),
             )
 
@@ -329,7 +332,10 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                 began = time.monotonic()
                 flags = group.get("flags", "").split()
                 devices = group.get("devices", 2)
-                reference, own = group.get("reference", ""), group.get("extra_b", "").split()
+                reference, extra_arguments = (
+                    group.get("reference", ""),
+                    group.get("extra_b", "").split(),
+                )
                 judgement = bench.verify(
                     strategy,
                     group["model"],
@@ -338,18 +344,18 @@ def verify_healthy(bench: Bench, only: Sequence[str], seeds: int) -> Iterator[tu
                     seed=seed,
                     iteration=group.get("step", 2),
                     reference=reference,
-                    own=own,
+                    own_arguments=extra_arguments,
                 )
                 verdict = judgement.verdict
-                said = verdict.verdict if verdict.reason is None else verdict.reason
+                answer = verdict.verdict if verdict.reason is None else verdict.reason
                 if verdict.verdict is VerifyOutcome.DIFFERS:
-                    said = f"**differs**: {verdict.stage}, {verdict.module}, {verdict.kind}"
+                    answer = f"**differs**: {verdict.stage}, {verdict.module}, {verdict.kind}"
                 layout = strategy
                 if reference:
                     layout = f"{strategy} against {reference}"
-                features = " ".join((*flags, *own))
+                features = " ".join((*flags, *extra_arguments))
                 yield (
-                    f"| {layout} | {group['model']} | {features} | {seed} | {said} | "
+                    f"| {layout} | {group['model']} | {features} | {seed} | {answer} | "
                     f"{verdict.worst_ratio or 0:.2f} | {verdict.compared} of {verdict.seen} | "
                     f"{time.monotonic() - began:.0f} |",
                     verdict.verdict is VerifyOutcome.HELD,
@@ -380,44 +386,44 @@ def command_line(program: str) -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str], program: str = "python -m tests.verify.bench") -> int:
     """Print the tables; 1 if an injected bug was not found, or a healthy strategy called wrong."""
-    given = command_line(program).parse_args(arguments)
+    options = command_line(program).parse_args(arguments)
     missed = 0
     (ROOT / "runs").mkdir(exist_ok=True)
     with ExitStack() as around:
         temporary = tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".bench-verify-")
-        folder = given.folder or Path(around.enter_context(temporary))
+        folder = options.folder or Path(around.enter_context(temporary))
         folder.mkdir(parents=True, exist_ok=True)
-        ranks = around.enter_context(closing(ForkedRanks(Options(megatron_lm=given.megatron_lm))))
+        ranks = around.enter_context(closing(ForkedRanks(Options(megatron_lm=options.megatron_lm))))
         make_sample(SMALL_SAMPLE, Console())
-        small = given.what == "present"
-        data = SMALL_SAMPLE if small else given.data
+        small = options.what == "present"
+        data = SMALL_SAMPLE if small else options.data
         make_sample(data, Console())
-        bench = Bench(data, Verifier(folder.resolve(), ranks), given.megatron_lm, small)
+        bench = Bench(data, Verifier(folder.resolve(), ranks), options.megatron_lm, small)
         tables = {
-            "injected": verify_injected(bench, given.only),
-            "logged": verify_injected(bench, given.only, LOGGED),
-            "resumed": verify_resumed(bench, given.only),
-            "live": verify_live(bench, given.only),
+            "injected": verify_injected(bench, options.only),
+            "logged": verify_injected(bench, options.only, LOGGED),
+            "resumed": verify_resumed(bench, options.only),
+            "live": verify_live(bench, options.only),
         }
-        for what, rows in tables.items():
-            if given.what in (what, "all"):
+        for title, rows in tables.items():
+            if options.what in (title, "all"):
                 print(INJECTED_HEAD)
                 for row in rows:
                     print(row.line(), flush=True)
                     missed += not row.found
-        if given.what in ("healthy", "all"):
+        if options.what in ("healthy", "all"):
             print(HEALTHY_HEAD)
-            for line, held in verify_healthy(bench, given.only, given.seeds):
+            for line, held in verify_healthy(bench, options.only, options.seeds):
                 print(line, flush=True)
                 missed += not held
-        if given.what in ("turned", "all"):
+        if options.what in ("turned", "all"):
             print("| cell | levels | injected bug | verdict |\n|---|---|---|---|")
-            for line, differs in verify_turned(bench, given.only, given.every):
+            for line, differs in verify_turned(bench, options.only, options.every):
                 print(line, flush=True)
                 missed += not differs
-        if given.what == "present":
+        if options.what == "present":
             print("| finding | judged | here | verdict | s |\n|---|---|---|---|---|")
-            for line, agrees in verify_present(bench, given.only):
+            for line, agrees in verify_present(bench, options.only):
                 print(line, flush=True)
                 missed += not agrees
     print(f"{missed} wrong")

@@ -14,9 +14,16 @@ QUICK_LOGGED = ("logged-loss-doubled",)
 """Of what is printed; of tp2, with the same reference."""
 
 
-def bench(sample_prefix: Path, folder: Path, *words: str) -> str:
+def bench(sample_prefix: Path, folder: Path, *bench_arguments: str) -> str:
     """What the benchmark prints; it ends with 0 only if all is as it should be."""
-    command = (sys.executable, "-m", "tests.verify.bench", *words, "--folder", str(folder))
+    command = (
+        sys.executable,
+        "-m",
+        "tests.verify.bench",
+        *bench_arguments,
+        "--folder",
+        str(folder),
+    )
     ended = subprocess.run(
         (*command, "--data", str(sample_prefix)),
         cwd=ROOT,

@@ -79,10 +79,13 @@ def write(
 
 
 def pair(
-    tmp_path: Path, ours: list[tuple[CapturedRank, Tensors]], theirs: Tensors, **changed: Any
+    tmp_path: Path,
+    ours: list[tuple[CapturedRank, Tensors]],
+    reference_tensors: Tensors,
+    **changed: Any,
 ) -> tuple[Capture, Capture]:
     """A reference of one rank, and a strategy."""
-    reference = write(tmp_path / "reference", [(rank(**changed), theirs)])
+    reference = write(tmp_path / "reference", [(rank(**changed), reference_tensors)])
     return reference, write(tmp_path / "layout", ours)
 
 

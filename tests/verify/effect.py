@@ -96,18 +96,20 @@ class _Trainer:
             return weights, read_losses(log)[-1]
 
 
-def _distance(ours: _Weights, theirs: _Weights) -> float:
-    squares = (np.square(np.subtract(ours[unit], theirs[unit], dtype=float)) for unit in theirs)
+def _distance(ours: _Weights, reference: _Weights) -> float:
+    squares = (
+        np.square(np.subtract(ours[unit], reference[unit], dtype=float)) for unit in reference
+    )
     return float(np.sqrt(sum(square.sum() for square in squares)))
 
 
 def as_yaml(effect: Effect) -> str:
     """As `effect:` of a finding; YAML takes `1e-07`, without a point, for text."""
-    words = (
+    command = (
         f"{name}: {value:.1e}" if isinstance(value, float) else f"{name}: {value}"
         for name, value in asdict(effect).items()
     )
-    return f"{{{', '.join(words)}}}"
+    return f"{{{', '.join(command)}}}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -116,16 +118,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("ids", nargs="*")
     parser.add_argument("--iterations", type=int, default=100)
     parser.add_argument("--data", default="owt-ds/sample_text_document")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     (ROOT / "runs").mkdir(exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".effect-") as folder,
         closing(ForkedRanks()) as ranks,
     ):
-        trainer = _Trainer(ranks, given.data, Path(folder))
-        for one in list_findings():
-            if one.verdict is FindingStatus.REPRODUCED and (not given.ids or one.id in given.ids):
-                print(f"{one.id}: {as_yaml(trainer.effect(one, given.iterations))}", flush=True)
+        trainer = _Trainer(ranks, options.data, Path(folder))
+        for finding in list_findings():
+            if finding.verdict is FindingStatus.REPRODUCED and (
+                not options.ids or finding.id in options.ids
+            ):
+                print(
+                    f"{finding.id}: {as_yaml(trainer.effect(finding, options.iterations))}",
+                    flush=True,
+                )
 
 
 if __name__ == "__main__":

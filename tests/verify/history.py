@@ -86,10 +86,13 @@ def verified(clone: Path, only: Sequence[str], folder: Path) -> Iterator[tuple[s
                 releases[fix.onto] = release
             after = _verdict(fix, clone, folder, releases.get(fix.onto), mended=True)
             before = _verdict(fix, clone, folder, releases.get(fix.onto), mended=False)
-            said = (str(one.reason or one.sentence).replace("|", "/") for one in (before, after))
+            sentences = (
+                str(verdict.reason or verdict.sentence).replace("|", "/")
+                for verdict in (before, after)
+            )
             right = fix.is_seen(before) and after.verdict is VerifyOutcome.HELD
             onto = f" ({fix.onto})" if fix.onto else ""
-            yield f"| #{fix.pull}{onto} | {fix.says} | {' | '.join(said)} |", right
+            yield f"| #{fix.pull}{onto} | {fix.says} | {' | '.join(sentences)} |", right
 
 
 def _verdict(
@@ -108,7 +111,7 @@ def _verdict(
                 *(fix.strategy, fix.model, fix.devices, shlex.split(fix.flags)),
                 iteration=None,
                 reference=fix.reference,
-                own=shlex.split(fix.own_flags),
+                own_arguments=shlex.split(fix.own_flags),
                 resumed=fix.resumed,
                 bug=HISTORY.parent / fix.patch if fix.patch else None,
                 both=True,
@@ -123,8 +126,8 @@ def _version(
 ) -> Iterator[Bench]:
     """A commit's Megatron, or that of a release without what a commit changes."""
 
-    def git(*words: str) -> bytes:
-        command = ("git", "-C", str(clone), *words)
+    def git(*git_arguments: str) -> bytes:
+        command = ("git", "-C", str(clone), *git_arguments)
         return subprocess.run(command, check=True, capture_output=True).stdout
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:

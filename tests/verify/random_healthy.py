@@ -132,17 +132,17 @@ def drawn(seed: int, megatron_lm: Path | None = None) -> Drawn:
     while True:
         draw = random.Random(f"{seed}")
         for _ in range(100):
-            one = _draw(seed, draw)
+            configuration = _draw(seed, draw)
             try:
-                launches = compose_pair(one.pair(megatron_lm)).launches
+                launches = compose_pair(configuration.pair(megatron_lm)).launches
             except (LaunchError, ValueError):
                 continue
             # There a rank ends that has no part of a parameter.
-            ends = "--fp16" in one.flags and one.strategy in ("zero2", "zero3")
+            ends = "--fp16" in configuration.flags and configuration.strategy in ("zero2", "zero3")
             # Not healthy: docs/upstream/experts-of-two-stages-alike.md.
-            alike = "pp" in one.strategy and "ep" in one.strategy
+            alike = "pp" in configuration.strategy and "ep" in configuration.strategy
             if not (ends or alike) and not any(find_violations(launch.spec) for launch in launches):
-                return one
+                return configuration
         raise ValueError(f"Seed {seed}: all of 100 draws are refused.")
 
 
@@ -190,14 +190,19 @@ def table(lines: Sequence[Mapping[str, str]]) -> Iterator[str]:
     yield "| | judged | held | largest error/tolerance |\n|---|---|---|---|"
     groups = defaultdict(list)
     for line in lines:
-        target, words = line["command"].split()[1], line["command"]
+        target, command = line["command"].split()[1], line["command"]
         strategy = parse_target(target.replace("verify-", "train-", 1), Options()).strategy
-        dtype = next((one for one in reversed(DTYPES[1:]) if one in words), "") or "fp32"
+        dtype = (
+            next((dtype_name for dtype_name in reversed(DTYPES[1:]) if dtype_name in command), "")
+            or "fp32"
+        )
         for name in (dtype.replace("--", ""), strategy, "all"):
             groups[name].append(line)
-    for name, those in sorted(groups.items(), key=lambda one: (len(one[1]), one[0]), reverse=True):
-        shares = [float(one["share"]) for one in those if one["share"]]
-        held = sum(one["verdict"] == VerifyOutcome.HELD for one in those)
+    for name, those in sorted(
+        groups.items(), key=lambda group: (len(group[1]), group[0]), reverse=True
+    ):
+        shares = [float(row["share"]) for row in those if row["share"]]
+        held = sum(row["verdict"] == VerifyOutcome.HELD for row in those)
         yield f"| {name} | {len(those)} | {held} | {max(shares, default=0.0):.2f} |"
 
 
@@ -207,30 +212,32 @@ def main() -> int:
     parser.add_argument("file", type=Path, nargs="?", default=JUDGED)
     parser.add_argument("--seeds", type=int, nargs=2, default=(1, 200), metavar=("FROM", "TO"))
     parser.add_argument("--megatron-lm", type=Path)
-    given = parser.parse_args()
-    lines = read_judged(given.file)
-    seeds = range(given.seeds[0], given.seeds[1] + 1)
+    arguments = parser.parse_args()
+    lines = read_judged(arguments.file)
+    seeds = range(arguments.seeds[0], arguments.seeds[1] + 1)
     missing = sorted({*seeds} - {int(line["seed"]) for line in lines})
     (ROOT / "runs").mkdir(exist_ok=True)
     make_sample(SMALL_SAMPLE, Console(quiet=True))
-    ranks = PatientRanks(Options(megatron_lm=given.megatron_lm))
+    ranks = PatientRanks(Options(megatron_lm=arguments.megatron_lm))
     with (
         tempfile.TemporaryDirectory(dir=ROOT / "runs", prefix=".random-healthy-") as folder,
         closing(ranks),
     ):
         verifier = Verifier(Path(folder), ranks)
         for seed in missing:
-            one = drawn(seed, given.megatron_lm)
-            verdict = verifier.verify(one.pair(given.megatron_lm)).verdict
+            configuration = drawn(seed, arguments.megatron_lm)
+            verdict = verifier.verify(configuration.pair(arguments.megatron_lm)).verdict
             verifier.remove_references()
-            said = verdict.reason or verdict.sentence
-            print(f"{seed} {one.command}: {said}", flush=True)
-            if " ended with " in said:  # Of the machine, not of the comparison: to be tried again.
+            sentence = verdict.reason or verdict.sentence
+            print(f"{seed} {configuration.command}: {sentence}", flush=True)
+            if (
+                " ended with " in sentence
+            ):  # Of the machine, not of the comparison: to be tried again.
                 continue
             share = "" if verdict.worst_ratio is None else f"{verdict.worst_ratio:.3g}"
-            values = (str(seed), str(verdict.verdict), share, one.command)
+            values = (str(seed), str(verdict.verdict), share, configuration.command)
             lines.append(dict(zip(COLUMNS, values, strict=True)))
-            write_judged(given.file, lines)
+            write_judged(arguments.file, lines)
     print("\n".join(table(lines)))
     return int(any(line["verdict"] == VerifyOutcome.DIFFERS for line in lines))
 

@@ -8,11 +8,13 @@ from parakit.verify.align import ActivationAligner
 from tests.verify.captures import BATCH, HIDDEN, MODULE, SEQUENCE, output, pair, random, rank, write
 
 
-def aligned(tmp_path, layout_rank, ours, theirs, tensor_key=None, **reference):
+def aligned(tmp_path, layout_rank, ours, reference_tensors, tensor_key=None, **reference):
     tensor_key = tensor_key or output()
-    reference, layout = pair(tmp_path, [(layout_rank, [(tensor_key, ours)])], theirs, **reference)
-    one = layout.ranks[0]
-    return ActivationAligner(reference, layout).align(one, one.records[0])
+    reference, layout = pair(
+        tmp_path, [(layout_rank, [(tensor_key, ours)])], reference_tensors, **reference
+    )
+    captured_rank = layout.ranks[0]
+    return ActivationAligner(reference, layout).align(captured_rank, captured_rank.records[0])
 
 
 def zigzag(whole, context, axis=0):
@@ -36,23 +38,25 @@ def test_any_split_of_sequence_and_hidden_size_is_undone(
     elif sequence_parallel:
         ours = np.split(ours, tensor[1], 0)[tensor[0]]
     here = rank(tensor=tensor, context=context, sequence_parallel=sequence_parallel, world_size=1)
-    found = aligned(tmp_path_factory.mktemp("c"), here, ours, [(output(), whole)])
-    assert found.reference is not None
-    assert np.array_equal(found.reference, ours)
+    alignment = aligned(tmp_path_factory.mktemp("c"), here, ours, [(output(), whole)])
+    assert alignment.reference is not None
+    assert np.array_equal(alignment.reference, ours)
 
 
 def test_data_parallel_ranks_have_every_second_micro_batch(tmp_path):
     whole = [random(SEQUENCE, BATCH, HIDDEN, seed=number) for number in range(4)]
-    theirs = [(output(micro_batch=number), values) for number, values in enumerate(whole)]
-    found = aligned(
+    reference_tensors = [
+        (output(micro_batch=number), values) for number, values in enumerate(whole)
+    ]
+    alignment = aligned(
         tmp_path,
         rank(data=(1, 2), micro_batches=2),
         whole[3],
-        theirs,
+        reference_tensors,
         output(micro_batch=1),
         micro_batches=4,
     )
-    assert np.array_equal(found.reference, whole[3])
+    assert np.array_equal(alignment.reference, whole[3])
 
 
 @pytest.mark.parametrize("module", ["mlp", "mlp.shared_experts"])
@@ -61,28 +65,33 @@ def test_gate_and_value_of_a_gated_layer_are_split_separately(tmp_path, module):
     whole = random(SEQUENCE, BATCH, 8)
     ours = np.concatenate([whole[..., 2:4], whole[..., 6:8]], 2)
     here = rank(tensor=(1, 2), gated=True)
-    found = aligned(tmp_path, here, ours, [(output(name), whole)], output(name))
-    assert np.array_equal(found.reference, ours)
+    alignment = aligned(tmp_path, here, ours, [(output(name), whole)], output(name))
+    assert np.array_equal(alignment.reference, ours)
 
 
 def test_expert_rows_come_from_every_rank_that_sends_tokens(tmp_path):
     tensor_key = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
     first, second = random(3, HIDDEN), random(5, HIDDEN, seed=1)
-    theirs = [(tensor_key, first), (output(tensor_key.name, 1), second)]
+    reference_tensors = [(tensor_key, first), (output(tensor_key.name, 1), second)]
     here = rank(data=(1, 2), expert=(1, 2), expert_sources=((0, 0, 0), (1, 0, 0)))
-    found = aligned(
-        tmp_path, here, np.concatenate([first, second]), theirs, tensor_key, micro_batches=2
+    alignment = aligned(
+        tmp_path,
+        here,
+        np.concatenate([first, second]),
+        reference_tensors,
+        tensor_key,
+        micro_batches=2,
     )
-    assert np.array_equal(found.reference, np.concatenate([first, second]))
+    assert np.array_equal(alignment.reference, np.concatenate([first, second]))
 
 
 def test_gradients_are_scaled_to_the_layouts_number_of_micro_batches(tmp_path):
     tensor_key = output(stage=CaptureStage.ACTIVATION_GRADIENTS)
     whole = random(SEQUENCE, BATCH, HIDDEN)
-    found = aligned(
+    alignment = aligned(
         tmp_path, rank(data=(0, 2)), whole * 2, [(tensor_key, whole)], tensor_key, micro_batches=2
     )
-    assert np.allclose(found.reference, whole * 2)
+    assert np.allclose(alignment.reference, whole * 2)
 
 
 def test_loss_is_summed_over_context_parallel_ranks(tmp_path):
@@ -93,23 +102,27 @@ def test_loss_is_summed_over_context_parallel_ranks(tmp_path):
     ]
     reference = write(tmp_path / "reference", [(rank(), [(tensor_key, np.float32(3))])])
     layout = write(tmp_path / "layout", parts)
-    one = layout.ranks[0]
-    assert ActivationAligner(reference, layout).align(one, one.records[0]).ours == 3
+    captured_rank = layout.ranks[0]
+    assert (
+        ActivationAligner(reference, layout).align(captured_rank, captured_rank.records[0]).ours
+        == 3
+    )
 
 
 @pytest.mark.parametrize("shape", [(SEQUENCE, BATCH, 4), (SEQUENCE, BATCH), (3, BATCH, HIDDEN)])
 def test_obstacle_names_a_shape_that_no_split_gives(tmp_path, shape):
-    theirs = [(output(), random(SEQUENCE, BATCH, HIDDEN))]
-    found = aligned(tmp_path, rank(tensor=(0, 2)), random(*shape), theirs)
-    assert found.reference is None
+    reference_tensors = [(output(), random(SEQUENCE, BATCH, HIDDEN))]
+    alignment = aligned(tmp_path, rank(tensor=(0, 2)), random(*shape), reference_tensors)
+    assert alignment.reference is None
     assert (
-        f"its shape {list(shape)} of the reference's {[SEQUENCE, BATCH, HIDDEN]}" in found.obstacle
+        f"its shape {list(shape)} of the reference's {[SEQUENCE, BATCH, HIDDEN]}"
+        in alignment.obstacle
     )
 
 
 def test_obstacle_names_a_tensor_that_the_reference_lacks(tmp_path):
-    found = aligned(tmp_path, rank(), random(2), [(output(MODULE + ".other"), random(2))])
-    assert found.obstacle == "the reference has no such tensor"
+    alignment = aligned(tmp_path, rank(), random(2), [(output(MODULE + ".other"), random(2))])
+    assert alignment.obstacle == "the reference has no such tensor"
 
 
 def of_samples(form, samples):
@@ -137,14 +150,16 @@ def of_samples(form, samples):
 def test_micro_batches_of_another_size_are_aligned_by_sample_number(
     tmp_path, form, size, data, number, samples
 ):
-    theirs = [
+    reference_tensors = [
         (output(micro_batch=there), of_samples(form, [2 * there, 2 * there + 1]))
         for there in range(3)
     ]
     ours = of_samples(form, samples)
     here = rank(micro_batch_size=size, micro_batches=6 // size // data[1], data=data)
-    found = aligned(tmp_path, here, ours, theirs, output(micro_batch=number), micro_batches=3)
-    assert np.array_equal(found.reference, ours)
+    alignment = aligned(
+        tmp_path, here, ours, reference_tensors, output(micro_batch=number), micro_batches=3
+    )
+    assert np.array_equal(alignment.reference, ours)
 
 
 def test_token_sums_are_compared_over_the_global_batch_if_micro_batch_sizes_differ(tmp_path):
@@ -158,9 +173,9 @@ def test_token_sums_are_compared_over_the_global_batch_if_micro_batch_sizes_diff
     layout = write(
         tmp_path / "l", [(rank(micro_batch_size=1, micro_batches=4), sums(4, [4, 6, 9, 11]))]
     )
-    one = layout.ranks[0]
-    found = ActivationAligner(reference, layout).align(one, one.records[1])
-    assert (found.ours, found.reference) == (30, 30)
+    captured_rank = layout.ranks[0]
+    alignment = ActivationAligner(reference, layout).align(captured_rank, captured_rank.records[1])
+    assert (alignment.ours, alignment.reference) == (30, 30)
 
 
 def test_gradients_are_scaled_to_the_size_of_a_micro_batch(tmp_path):
@@ -168,18 +183,21 @@ def test_gradients_are_scaled_to_the_size_of_a_micro_batch(tmp_path):
     whole = random(SEQUENCE, BATCH, HIDDEN)
     # The mean over twice as many tokens, of half as many micro batches.
     here, ours = rank(micro_batch_size=2 * BATCH), np.concatenate([whole, whole], 1)
-    theirs = [(tensor_key, whole), (output(micro_batch=1, stage=tensor_key.stage), whole)]
-    found = aligned(tmp_path, here, ours, theirs, tensor_key, micro_batches=2)
-    assert np.allclose(found.reference, ours)
+    reference_tensors = [
+        (tensor_key, whole),
+        (output(micro_batch=1, stage=tensor_key.stage), whole),
+    ]
+    alignment = aligned(tmp_path, here, ours, reference_tensors, tensor_key, micro_batches=2)
+    assert np.allclose(alignment.reference, ours)
 
 
 def test_expert_rows_of_other_micro_batch_sizes_are_not_aligned(tmp_path):
     tensor_key = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
     here = rank(micro_batch_size=1)
-    found = aligned(
+    alignment = aligned(
         tmp_path, here, random(3, HIDDEN), [(tensor_key, random(5, HIDDEN))], tensor_key
     )
-    assert found.obstacle == (
+    assert alignment.obstacle == (
         "it belongs to a full micro batch, and the micro batches of the two runs differ in size"
     )
 
@@ -190,17 +208,17 @@ def test_expert_rows_are_selected_by_the_tokens_of_a_context_parallel_rank(tmp_p
     routed = np.arange(SEQUENCE * BATCH) % 3 == 0  # Tokens 0, 3, …, 15; a position has two tokens.
     chosen = np.stack([~routed, routed], 1)
     whole = random(int(routed.sum()), HIDDEN)
-    theirs = [(output(f"{layer}.router", slot="output.1"), chosen), (tensor_key, whole)]
+    reference_tensors = [(output(f"{layer}.router", slot="output.1"), chosen), (tensor_key, whole)]
     sources = ((0, 0, 0), (0, 1, 0))
     # Context rank 0 has positions 0, 1, 6, 7 (tokens 0-3 and 12-15), rank 1 the others.
     rows = [0, 1, 4, 5, 2, 3]
     here = rank(context=(1, 2), expert=(1, 2), expert_sources=sources)
     assert np.array_equal(
-        aligned(tmp_path, here, whole[rows], theirs, tensor_key).reference, whole[rows]
+        aligned(tmp_path, here, whole[rows], reference_tensors, tensor_key).reference, whole[rows]
     )
     alone = rank(context=(1, 2), expert_sources=sources[1:])
-    found = aligned(tmp_path / "alone", alone, whole[[2, 3]], theirs, tensor_key)
-    assert np.array_equal(found.reference, whole[[2, 3]])
+    alignment = aligned(tmp_path / "alone", alone, whole[[2, 3]], reference_tensors, tensor_key)
+    assert np.array_equal(alignment.reference, whole[[2, 3]])
 
 
 def test_expert_rows_are_in_the_order_of_the_sending_ranks(
@@ -210,10 +228,10 @@ def test_expert_rows_are_in_the_order_of_the_sending_ranks(
     tensor_key = output(f"{layer}.experts.local_experts.0.linear_fc1")
     chosen = np.arange(SEQUENCE * BATCH) % 2 == 0  # The first of the two tokens of every position.
     wholes = [random(SEQUENCE, HIDDEN, seed=number) for number in range(2)]
-    theirs = [
-        one
+    reference_tensors = [
+        record
         for number, whole in enumerate(wholes)
-        for one in (
+        for record in (
             (output(f"{layer}.router", number, slot="output.1"), chosen[:, None]),
             (output(tensor_key.name, number), whole),
         )
@@ -222,8 +240,8 @@ def test_expert_rows_are_in_the_order_of_the_sending_ranks(
     sources = ((0, 0, 0), (1, 0, 0), (0, 0, 1), (1, 0, 1))
     ours = np.concatenate([whole[half] for half in (slice(4), slice(4, 8)) for whole in wholes])
     here = rank(tensor=(0, 2), sequence_parallel=True, data=(0, 2), expert_sources=sources)
-    found = aligned(tmp_path, here, ours, theirs, tensor_key, micro_batches=2)
-    assert np.array_equal(found.reference, ours)
+    alignment = aligned(tmp_path, here, ours, reference_tensors, tensor_key, micro_batches=2)
+    assert np.array_equal(alignment.reference, ours)
 
 
 @pytest.mark.parametrize(
@@ -231,20 +249,20 @@ def test_expert_rows_are_in_the_order_of_the_sending_ranks(
 )
 def test_concatenated_sequences_are_split_separately(tmp_path, split):
     both = [random(SEQUENCE, BATCH, HIDDEN, seed=number) for number in range(2)]
-    parts = [zigzag(one, (1, 2)) if "context" in split else one[4:] for one in both]
+    parts = [zigzag(sequence, (1, 2)) if "context" in split else sequence[4:] for sequence in both]
     ours = np.concatenate(parts)
-    found = aligned(
+    alignment = aligned(
         tmp_path, rank(**split), ours, [(output("mtp"), np.concatenate(both))], output("mtp")
     )
-    assert np.array_equal(found.reference, ours)
+    assert np.array_equal(alignment.reference, ours)
 
 
 def test_embedding_output_is_transposed_to_sequence_first_before_it_is_split(tmp_path):
     whole = random(BATCH, SEQUENCE, HIDDEN)
     ours = whole.swapaxes(0, 1)[4:]
     here = rank(tensor=(1, 2), sequence_parallel=True)
-    found = aligned(tmp_path, here, ours, [(output(), whole)])
-    assert np.array_equal(found.reference, ours)
+    alignment = aligned(tmp_path, here, ours, [(output(), whole)])
+    assert np.array_equal(alignment.reference, ours)
 
 
 def test_same_rank_is_compared_if_the_reference_has_the_same_layout(tmp_path):
@@ -256,6 +274,6 @@ def test_same_rank_is_compared_if_the_reference_has_the_same_layout(tmp_path):
         )
         for name in ("reference", "layout")
     ]
-    for one in both[1].ranks:
-        found = ActivationAligner(*both).align(one, one.records[0])
-        assert np.array_equal(found.reference, random(one.rank.rank + 2))
+    for captured_rank in both[1].ranks:
+        alignment = ActivationAligner(*both).align(captured_rank, captured_rank.records[0])
+        assert np.array_equal(alignment.reference, random(captured_rank.rank.rank + 2))

@@ -15,9 +15,9 @@ def test_experts_of_a_later_rank_are_ordered_after_those_of_the_first_rank(tmp_p
     ranks = [
         (
             rank(n, expert=(n, 2), data=(n, 2), world_size=2),
-            [(output(name), np.zeros(1)) for name in found],
+            [(output(name), np.zeros(1)) for name in names_of_rank],
         )
-        for n, found in names.items()
+        for n, names_of_rank in names.items()
     ]
     ordered = [
         tensor_key.name.removeprefix(f"{layer}.")

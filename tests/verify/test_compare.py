@@ -52,8 +52,8 @@ def split(stage, *values):
     ]
 
 
-def found(tmp_path, ours, theirs, **changed):
-    return compare(*pair(tmp_path, ours, theirs, **changed))
+def compare_tensors(tmp_path, ours, reference_tensors, **changed):
+    return compare(*pair(tmp_path, ours, reference_tensors, **changed))
 
 
 def whole(stage=CaptureStage.WEIGHTS):
@@ -89,9 +89,11 @@ def test_loss_tolerance_covers_the_rounding_of_a_sum_over_tokens(tmp_path):
 
 
 def test_weight_shards_are_compared_with_their_part_of_the_reference(tmp_path):
-    result = found(tmp_path, split(CaptureStage.WEIGHTS, WHOLE[:2], WHOLE[2:]), whole())
+    result = compare_tensors(tmp_path, split(CaptureStage.WEIGHTS, WHOLE[:2], WHOLE[2:]), whole())
     assert (result.wrong(), result.compared, result.seen) == ([], 2, 2)
-    swapped = found(tmp_path / "s", split(CaptureStage.WEIGHTS, WHOLE[2:], WHOLE[:2]), whole())
+    swapped = compare_tensors(
+        tmp_path / "s", split(CaptureStage.WEIGHTS, WHOLE[2:], WHOLE[:2]), whole()
+    )
     assert swapped.wrong()[0].wrong_ranks == {0, 1}
 
 
@@ -101,7 +103,7 @@ def test_copies_that_differ_in_the_last_bit_are_wrong_without_a_tolerance(tmp_pa
         (rank(0, data=(0, 2), world_size=2), whole()),
         (rank(1, data=(1, 2), world_size=2), [(weights(), near, place((0, 0, 0)))]),
     ]
-    (wrong,) = found(tmp_path, ours, whole(), micro_batches=2).wrong()
+    (wrong,) = compare_tensors(tmp_path, ours, whole(), micro_batches=2).wrong()
     assert wrong.replicas_differ == (0, 1)
 
 
@@ -116,7 +118,7 @@ def test_elements_of_a_sharded_optimizer_that_no_rank_holds_are_counted(tmp_path
         )
         for n, part in enumerate(parts)
     ]
-    (wrong,) = found(tmp_path, ours, whole(), micro_batches=2).wrong()
+    (wrong,) = compare_tensors(tmp_path, ours, whole(), micro_batches=2).wrong()
     assert (wrong.uncovered, wrong.error) == (1, 0)
 
 
@@ -127,7 +129,7 @@ def test_local_gradients_are_averaged_over_data_parallel_ranks(tmp_path):
         (rank(n, data=(n, 2), world_size=2), [(weights(stage), part, place((0, 0, 0)))])
         for n, part in enumerate((WHOLE + other, WHOLE - other))
     ]
-    assert not found(tmp_path, ours, whole(stage), micro_batches=2).wrong()
+    assert not compare_tensors(tmp_path, ours, whole(stage), micro_batches=2).wrong()
 
 
 def test_local_gradients_of_tensor_parallel_ranks_may_add_up(tmp_path):
@@ -136,7 +138,7 @@ def test_local_gradients_of_tensor_parallel_ranks_may_add_up(tmp_path):
         (rank(n, tensor=(n, 2), world_size=2), [(weights(stage), part, place((0, 0, 0)))])
         for n, part in enumerate((WHOLE - 1, np.ones_like(WHOLE)))
     ]
-    assert not found(tmp_path, ours, whole(stage)).wrong()
+    assert not compare_tensors(tmp_path, ours, whole(stage)).wrong()
 
 
 @pytest.mark.parametrize("per_token_loss", [False, True])
@@ -180,9 +182,9 @@ def test_step_of_a_tied_copy_is_compared_with_the_step_of_its_parameter(tmp_path
         (rank(0, pipeline=(0, 2), world_size=2), tensors(WEIGHT, 2)),
         (rank(1, pipeline=(1, 2), world_size=2), tensors("output_layer.weight", 3)),
     ]
-    found = compare(*pair(tmp_path, ours, tensors(WEIGHT, 2)))
-    assert not found.not_aligned
-    (wrong,) = found.wrong()
+    comparison = compare(*pair(tmp_path, ours, tensors(WEIGHT, 2)))
+    assert not comparison.not_aligned
+    (wrong,) = comparison.wrong()
     assert (wrong.key[1:], wrong.wrong_ranks) == ((WEIGHT, "step"), {1})
 
 
@@ -210,9 +212,9 @@ def test_gate_and_value_of_a_weight_are_compared_as_one_parameter(tmp_path):
             )
             for n in range(2)
         ]
-        assert not found(tmp_path / stage, [(rank(), halves)], halves).wrong()
+        assert not compare_tensors(tmp_path / stage, [(rank(), halves)], halves).wrong()
         swapped = [(halves[0][0], WHOLE[2:], place((0, 0, 0))), halves[1]]
-        (wrong,) = found(tmp_path / "s" / stage, [(rank(), swapped)], halves).wrong()
+        (wrong,) = compare_tensors(tmp_path / "s" / stage, [(rank(), swapped)], halves).wrong()
         assert wrong.key[1] == WEIGHT
 
 
@@ -222,7 +224,7 @@ def test_every_norm_that_a_rank_clips_by_is_compared_with_the_references(tmp_pat
         TensorKey(CaptureStage.NORM, "grad_norm", "used"),
     )
     ours = [(rank(), [(returned, np.array([2.0])), (used, np.array([2.5]))])]
-    (wrong,) = found(tmp_path, ours, [(returned, np.array([2.0]))]).wrong()
+    (wrong,) = compare_tensors(tmp_path, ours, [(returned, np.array([2.0]))]).wrong()
     assert (wrong.key[1], wrong.error) == ("grad_norm", 0.25)
 
 
@@ -231,15 +233,17 @@ def test_norm_that_one_optimizer_alone_computes_is_skipped_without_clipping(
 ):
     returned = TensorKey(CaptureStage.NORM, "grad_norm", "returned")
     zero, norm = [(returned, np.array([0.0]))], [(returned, np.array([2.0]))]
-    compared = found(tmp_path / "off", [(rank(clip_gradient=0.0), zero)], norm, clip_gradient=0.0)
+    compared = compare_tensors(
+        tmp_path / "off", [(rank(clip_gradient=0.0), zero)], norm, clip_gradient=0.0
+    )
     assert not compared.wrong()
     assert any("nothing is clipped" in line for line in compared.not_aligned)
-    assert found(tmp_path / "on", [(rank(), zero)], norm).wrong()
+    assert compare_tensors(tmp_path / "on", [(rank(), zero)], norm).wrong()
 
 
 def test_integers_are_compared_exactly(tmp_path):
     ids = np.arange(8)
-    (wrong,) = found(
+    (wrong,) = compare_tensors(
         tmp_path, [(rank(), [(output(), ids + (ids == 3))])], [(output(), ids)]
     ).wrong()
     assert (wrong.error, wrong.tolerance) == (1 / 8, 0)
@@ -248,11 +252,14 @@ def test_integers_are_compared_exactly(tmp_path):
 def test_first_wrong_tensor_is_in_the_earliest_stage(tmp_path):
     early, late = output("a"), output("b")
     values = random(3)
-    theirs = [(late, values), (early, values), *whole()]
+    reference_tensors = [(late, values), (early, values), *whole()]
     ours = [
         (rank(), [(early, values + 1), (weights(), WHOLE + 1, place((0, 0, 0))), (late, values)])
     ]
-    assert [one.key[1] for one in found(tmp_path, ours, theirs).wrong()] == ["a", WEIGHT]
+    assert [
+        comparison.key[1]
+        for comparison in compare_tensors(tmp_path, ours, reference_tensors).wrong()
+    ] == ["a", WEIGHT]
 
 
 def layer_of(values, **described):
@@ -284,7 +291,7 @@ def test_part_with_small_elements_may_have_the_error_of_the_full_tensor(tmp_path
     whole = np.ones((SEQUENCE, BATCH, 4), np.float32)
     whole[SEQUENCE // 2 :] = 1e-3  # What the second rank has.
     response = 1e-4
-    theirs = write(tmp_path / "reference", [(rank(), [(output(), whole)])], response)
+    reference_tensors = write(tmp_path / "reference", [(rank(), [(output(), whole)])], response)
     size = np.sqrt(np.mean(np.square(whole)))
     part = whole[SEQUENCE // 2 :] + np.float32(off * RESPONSES * response * size)
     first, second = (
@@ -292,7 +299,7 @@ def test_part_with_small_elements_may_have_the_error_of_the_full_tensor(tmp_path
     )
     ours = [(first, [(output(), whole[: SEQUENCE // 2])]), (second, [(output(), part)])]
     layout = write(tmp_path / "layout", ours)
-    assert bool(compare(theirs, layout).wrong()) is differs
+    assert bool(compare(reference_tensors, layout).wrong()) is differs
 
 
 def test_recomputed_tensor_is_ordered_after_the_tensor_computed_before_it(tmp_path):
@@ -301,9 +308,12 @@ def test_recomputed_tensor_is_ordered_after_the_tensor_computed_before_it(tmp_pa
         output(name, stage=stage, slot=slot)
         for name, slot in (("late", "output"), ("early", "output"), ("b", "recomputed.output"))
     )
-    theirs = [(output("b"), WHOLE), (late, WHOLE), (early, WHOLE)]
+    reference_tensors = [(output("b"), WHOLE), (late, WHOLE), (early, WHOLE)]
     ours = [(rank(), [(late, WHOLE), (again, WHOLE + 1), (early, WHOLE + 1)])]
-    assert [one.key[1] for one in found(tmp_path, ours, theirs).wrong()] == ["b", "early"]
+    assert [
+        comparison.key[1]
+        for comparison in compare_tensors(tmp_path, ours, reference_tensors).wrong()
+    ] == ["b", "early"]
 
 
 ROUTER = "decoder.layers.0.mlp.router"
@@ -319,9 +329,9 @@ def routed(*best, scores=((1.0, 1 - 1e-7), (1.0, 0.5))):
 
 
 def test_routing_choice_within_rounding_is_counted_and_any_other_differs(tmp_path):
-    near = found(tmp_path, [(rank(), routed(1, 0))], routed(0, 0))
+    near = compare_tensors(tmp_path, [(rank(), routed(1, 0))], routed(0, 0))
     assert (near.wrong(), near.routing_flips) == ([], 1)
-    far = found(tmp_path / "f", [(rank(), routed(1, 1))], routed(0, 0))
+    far = compare_tensors(tmp_path / "f", [(rank(), routed(1, 1))], routed(0, 0))
     (wrong,) = far.wrong()
     assert (wrong.key, wrong.error, far.routing_flips) == (
         (CaptureStage.OUTPUTS, ROUTER, "choice"),
@@ -340,7 +350,7 @@ def test_choices_of_an_earlier_iteration_are_counted_and_not_compared(tmp_path):
             for tensor_key, values in routed(*best)
         ]
 
-    result = found(tmp_path, [(rank(), earlier(1, 1))], earlier(0, 0))
+    result = compare_tensors(tmp_path, [(rank(), earlier(1, 1))], earlier(0, 0))
     assert (result.wrong(), result.routing_flips, result.seen) == ([], 1, 0)
 
 
@@ -357,8 +367,8 @@ def updated(moved, average=WHOLE):
 def test_missing_update_of_one_weight_is_wrong(tmp_path):
     moved = np.full_like(WHOLE, 0.01)
     missing = moved * (np.arange(12).reshape(4, 3) != 7)
-    assert not found(tmp_path, [(rank(), updated(moved))], updated(moved)).wrong()
-    (wrong,) = found(tmp_path / "m", [(rank(), updated(missing))], updated(moved)).wrong()
+    assert not compare_tensors(tmp_path, [(rank(), updated(moved))], updated(moved)).wrong()
+    (wrong,) = compare_tensors(tmp_path / "m", [(rank(), updated(missing))], updated(moved)).wrong()
     assert wrong.key == (CaptureStage.WEIGHTS, WEIGHT, "update")
     assert wrong.ratio > 1000
 
@@ -380,8 +390,8 @@ def test_update_that_is_all_rounding_may_have_any_direction_but_not_be_far_large
 def test_update_that_is_all_rounding_is_compared_with_earlier_updates(tmp_path, reached, differs):
     moved = np.full_like(WHOLE, 0.01)
     reach = (weights(slot=UPDATE_MAGNITUDE), np.full_like(WHOLE, reached), place((0, 0, 0)))
-    theirs = [(rank(), [*updated(moved), reach])]
-    reference = write(tmp_path / "reference", theirs, response=0.3)
+    reference_tensors = [(rank(), [*updated(moved), reach])]
+    reference = write(tmp_path / "reference", reference_tensors, response=0.3)
     layout = write(tmp_path / "layout", [(rank(), updated(10 * moved))])
     assert bool(compare(reference, layout).wrong()) is differs
 
@@ -397,8 +407,10 @@ def test_weight_that_starts_at_zero_may_be_moved_by_an_update_of_rounding(tmp_pa
         ]
 
     other_way = moved * np.where(one_is_rounding < 1, -1, 1).astype(np.float32)
-    assert not found(tmp_path, [(rank(), ended(other_way))], ended(moved)).wrong()
-    (*_, wrong) = found(tmp_path / "m", [(rank(), ended(2 * moved))], ended(moved)).wrong()
+    assert not compare_tensors(tmp_path, [(rank(), ended(other_way))], ended(moved)).wrong()
+    (*_, wrong) = compare_tensors(
+        tmp_path / "m", [(rank(), ended(2 * moved))], ended(moved)
+    ).wrong()
     assert wrong.key == (CaptureStage.WEIGHTS, WEIGHT, "update")
 
 
@@ -434,9 +446,11 @@ def test_ranks_that_share_a_key_head_have_terms_of_its_gradient(tmp_path):
         ("k_layernorm", "output"),
     ):
         ours, tensor_key = heads(name, slot, first - share, share, second - share, share)
-        assert not found(tmp_path / f"{name} {slot}", ours, [(tensor_key, both)]).wrong()
+        assert not compare_tensors(tmp_path / f"{name} {slot}", ours, [(tensor_key, both)]).wrong()
         lacking, tensor_key = heads(name, slot, first - share, share, second - share, 0 * share)
-        (wrong,) = found(tmp_path / f"- {name} {slot}", lacking, [(tensor_key, both)]).wrong()
+        (wrong,) = compare_tensors(
+            tmp_path / f"- {name} {slot}", lacking, [(tensor_key, both)]
+        ).wrong()
         assert wrong.wrong_ranks == {2, 3}
 
 
@@ -444,26 +458,28 @@ def test_query_gradients_are_not_summed_over_ranks(tmp_path):
     ours, tensor_key = heads(
         "core_attention", "input.query", *2 * [random(SEQUENCE, BATCH, 1, 4) / 2]
     )
-    (wrong,) = found(tmp_path, ours, [(tensor_key, 2 * ours[0][1][0][1])]).wrong()
+    (wrong,) = compare_tensors(tmp_path, ours, [(tensor_key, 2 * ours[0][1][0][1])]).wrong()
     assert wrong.wrong_ranks == {0, 1}
 
 
 def test_missing_optimizer_state_of_an_existing_parameter_is_wrong(tmp_path):
     other, stage = "decoder.layers.0.mlp.linear_fc1", CaptureStage.OPTIMIZER_STATE
     at = Placement("decoder.layers.mlp.linear_fc1.weight", (1, 4, 3), (0, 0, 0))
-    theirs = [
+    reference_tensors = [
         (weights(stage, "exp_avg"), WHOLE, place((0, 0, 0))),
         (TensorKey(stage, f"{other}.weight", "exp_avg"), WHOLE, at),
         *whole(),
         (TensorKey(CaptureStage.WEIGHTS, f"{other}.weight", "weight"), WHOLE, at),
     ]
-    (wrong,) = found(tmp_path, [(rank(), theirs[:1] + theirs[2:])], theirs).wrong()
+    (wrong,) = compare_tensors(
+        tmp_path, [(rank(), reference_tensors[:1] + reference_tensors[2:])], reference_tensors
+    ).wrong()
     assert (wrong.key, wrong.uncovered) == ((stage, f"{other}.weight", "exp_avg"), 12)
 
 
 def test_tensor_that_no_rank_has_is_listed_and_counted(tmp_path):
-    theirs = [(output("a"), WHOLE), (output("b"), WHOLE), *whole()]
-    result = found(tmp_path, [(rank(), theirs[:1])], theirs)
+    reference_tensors = [(output("a"), WHOLE), (output("b"), WHOLE), *whole()]
+    result = compare_tensors(tmp_path, [(rank(), reference_tensors[:1])], reference_tensors)
     assert (result.wrong(), result.compared, result.seen) == ([], 1, 3)
     (line,) = result.not_aligned
     assert line == f"{WEIGHT} (weights weight) b output: no rank of the strategy has it"
@@ -480,8 +496,8 @@ def begun(off, reach=0.01):
 
 def test_wrong_weight_at_the_start_is_the_first_error(tmp_path):
     ours = [(output(), WHOLE + 1), *begun(1e-4)]
-    result = found(tmp_path, [(rank(), ours)], [(output(), WHOLE), *begun(0)])
-    assert [one.key[2] for one in result.wrong()] == [START_WEIGHT, "output"]
+    result = compare_tensors(tmp_path, [(rank(), ours)], [(output(), WHOLE), *begun(0)])
+    assert [comparison.key[2] for comparison in result.wrong()] == [START_WEIGHT, "output"]
     assert (result.compared, result.seen) == (2, 2)  # How far it had moved is no tensor of its own.
 
 
@@ -489,7 +505,7 @@ def test_weight_whose_earlier_gradients_were_rounding_may_start_elsewhere(tmp_pa
     third = np.arange(12).reshape(4, 3) % 3 == 1
     reach = np.where(third, 1e6, 0.01).astype(np.float32)
     ours = [(rank(), begun(np.where(third, 0.01, 0), reach))]
-    assert not found(tmp_path, ours, begun(0, reach)).wrong()
+    assert not compare_tensors(tmp_path, ours, begun(0, reach)).wrong()
 
 
 def test_weight_copies_that_start_one_bit_apart_are_wrong(tmp_path):
@@ -497,7 +513,7 @@ def test_weight_copies_that_start_one_bit_apart_are_wrong(tmp_path):
     ours = [
         (rank(number, data=(number, 2), world_size=2), begun(number * near)) for number in (0, 1)
     ]
-    (wrong, *_) = found(tmp_path, ours, begun(0)).wrong()
+    (wrong, *_) = compare_tensors(tmp_path, ours, begun(0)).wrong()
     assert (wrong.key[2], wrong.replicas_differ) == (START_WEIGHT, (0, 1))
 
 
@@ -529,9 +545,11 @@ def test_fp16_overflow_is_skipped_if_the_reference_skips_its_step(tmp_path):
     fields = {"dtype": "float16"}
     gradients = weights(CaptureStage.REDUCED_GRADIENTS, "gradient")
 
-    def judged(name, theirs):
+    def judged(name, reference_tensors):
         ours = [(rank(**fields), [(gradients, beyond, at)])]
-        return found(tmp_path / name, ours, [(gradients, theirs, at)], **fields)
+        return compare_tensors(
+            tmp_path / name, ours, [(gradients, reference_tensors, at)], **fields
+        )
 
     (skipped,) = judged("skipped", -beyond).not_aligned
     assert "--initial-loss-scale" in skipped
@@ -555,7 +573,7 @@ def test_gradient_that_changes_without_probes_is_wrong(tmp_path, changed):
     )
     key = f"{CaptureStage.REDUCED_GRADIENTS}|{WEIGHT}|gradient"
     (ours.ranks[0].folder / UNOBSERVED_FILE).write_text(json.dumps({key: changed}))
-    names = [one.key[2] for one in compare(reference, ours).wrong()]
+    names = [comparison.key[2] for comparison in compare(reference, ours).wrong()]
     unobserved = [UNOBSERVED_GRADIENT] if changed == 0.5 else []
     assert names == [START_WEIGHT, "gradient", *unobserved, "exp_avg"]
 
@@ -566,10 +584,13 @@ def test_tokens_per_expert_are_summed_over_the_ranks_that_route(tmp_path):
 
     def judged(name, *ours, **split):
         ranks = [
-            (rank(number, world_size=2, **dict.fromkeys(split, (number, 2))), [(tensor_key, one)])
-            for number, one in enumerate(ours)
+            (
+                rank(number, world_size=2, **dict.fromkeys(split, (number, 2))),
+                [(tensor_key, tensors)],
+            )
+            for number, tensors in enumerate(ours)
         ]
-        return found(tmp_path / name, ranks, [(tensor_key, counts)]).wrong()
+        return compare_tensors(tmp_path / name, ranks, [(tensor_key, counts)]).wrong()
 
     assert not judged("data", counts - 1, 0 * counts + 1, data=2)
     assert not judged("tensor", counts, counts, tensor=2)
@@ -580,9 +601,9 @@ def test_tokens_per_expert_are_summed_over_the_ranks_that_route(tmp_path):
 def test_zero_weight_without_updates_must_start_at_zero(tmp_path):
     at = place((0, 0, 0))
     zeros = [(weights(slot=slot), 0 * WHOLE, at) for slot in (UPDATE_MAGNITUDE, START_WEIGHT)]
-    assert not found(tmp_path, [(rank(), zeros)], zeros).wrong()
+    assert not compare_tensors(tmp_path, [(rank(), zeros)], zeros).wrong()
     other = [(weights(slot=START_WEIGHT), 0 * WHOLE + 1e-9, at)]
-    assert found(tmp_path / "o", [(rank(), other)], zeros).wrong()
+    assert compare_tensors(tmp_path / "o", [(rank(), other)], zeros).wrong()
 
 
 def test_parameters_that_start_with_one_value_are_counted(tmp_path):

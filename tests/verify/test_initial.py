@@ -22,7 +22,7 @@ def begun(folder, *ranks):
             for number in range(len(ranks))
         ],
     )
-    for one, held in zip(capture.ranks, ranks, strict=True):
+    for captured_rank, held in zip(capture.ranks, ranks, strict=True):
         pieces = [
             InitialPiece(
                 WEIGHT,
@@ -34,7 +34,7 @@ def begun(folder, *ranks):
             )
             for offset, values in held
         ]
-        (one.folder / INITIAL_FILE).write_bytes(msgspec.json.encode(pieces))
+        (captured_rank.folder / INITIAL_FILE).write_bytes(msgspec.json.encode(pieces))
     return capture
 
 
@@ -71,9 +71,11 @@ OUTPUT = (output(MODULE), np.ones((8, 2, 6), np.float32))
 )
 def test_wrong_initialization_of_a_layout_is_named(tmp_path, ranks, kind, wrong):
     reference, strategy = begun(tmp_path / "one", [(0, WHOLE)]), begun(tmp_path / "two", *ranks)
-    found = [*find_wrong_initializations(reference, strategy)]
-    assert [one for one in found if kind not in one.kind] == []
-    assert {number for one in found for number in one.ranks} == {*wrong}
+    wrong_initializations = [*find_wrong_initializations(reference, strategy)]
+    assert [comparison for comparison in wrong_initializations if kind not in comparison.kind] == []
+    assert {number for comparison in wrong_initializations for number in comparison.ranks} == {
+        *wrong
+    }
 
 
 def test_equal_constants_of_two_shards_are_right(tmp_path):

@@ -104,9 +104,21 @@ class Stub(Checker):
 
 
 def stated(stage: str, module: str, trace: Sequence[str] = ()) -> InjectedBug:
-    given = {"id": "a", "file": "a.py", "catalogue": "", "strategy": "tp2", "model": "gpt2-tiny"}
+    fields_of_bug = {
+        "id": "a",
+        "file": "a.py",
+        "catalogue": "",
+        "strategy": "tp2",
+        "model": "gpt2-tiny",
+    }
     return InjectedBug(
-        **given, stage=stage, module=module, kind="", extra="--a", extra_b="--b", trace=trace
+        **fields_of_bug,
+        stage=stage,
+        module=module,
+        kind="",
+        extra="--a",
+        extra_b="--b",
+        trace=trace,
     )
 
 
@@ -119,9 +131,9 @@ def test_trace_sees_only_the_value_of_a_norm_without_a_part() -> None:
 
 def test_injected_bug_may_differ_inside_its_module_only_where_the_trace_is_stated() -> None:
     runs = [run_of(("outputs", "decoder.layers.1.mlp.fc1", "0#0", value)) for value in "ab"]
-    found = ("outputs", "decoder.layers.1.mlp.fc1")
-    assert Stub(runs).check(stated("outputs", "decoder.layers.1.mlp")) == ("", *found)
-    assert Stub(runs).check(stated("loss", "loss", found)) == ("", *found)
+    blamed = ("outputs", "decoder.layers.1.mlp.fc1")
+    assert Stub(runs).check(stated("outputs", "decoder.layers.1.mlp")) == ("", *blamed)
+    assert Stub(runs).check(stated("loss", "loss", blamed)) == ("", *blamed)
     outer = ("outputs", "decoder.layers.1.mlp")
     problem, *_ = Stub(runs).check(stated("outputs", "decoder.layers.1.mlp", outer))
     assert problem == "expected outputs, decoder.layers.1.mlp"
@@ -141,6 +153,8 @@ def test_every_injected_bug_leaves_one_rank_unchanged_and_acts_where_stated(
     tmp_path: Path, sample_prefix: Path
 ) -> None:
     command = (sys.executable, "-m", "tests.verify.injected_bugs.check")
-    given = ("--data", str(sample_prefix), "--folder", str(tmp_path))
-    done = subprocess.run((*command, *given), cwd=ROOT, capture_output=True, text=True, check=False)
+    fields_of_bug = ("--data", str(sample_prefix), "--folder", str(tmp_path))
+    done = subprocess.run(
+        (*command, *fields_of_bug), cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout

@@ -11,14 +11,17 @@ LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5, world_size=6, vocabul
 
 
 def kind(
-    ours, reference=WHOLE, name="decoder.layers.0", others=(), like=(), slot="output", **fields
+    ours, reference=WHOLE, name="decoder.layers.0", more_ranks=(), like=(), slot="output", **fields
 ):
     pairs = [
-        ComparedTensor(number, 0, one, reference) for number, one in enumerate((ours, *others))
+        ComparedTensor(number, 0, values, reference)
+        for number, values in enumerate((ours, *more_ranks))
     ]
-    found = TensorComparison((CaptureStage.OUTPUTS, name, slot), tolerance=1e-6, order=0, **fields)
-    found.error, found.worst = relative_error(ours, reference), pairs[0]
-    return classify_error(found, pairs, LAYOUT, like)
+    comparison = TensorComparison(
+        (CaptureStage.OUTPUTS, name, slot), tolerance=1e-6, order=0, **fields
+    )
+    comparison.error, comparison.worst = relative_error(ours, reference), pairs[0]
+    return classify_error(comparison, pairs, LAYOUT, like)
 
 
 @pytest.mark.parametrize(
@@ -33,24 +36,27 @@ def kind(
     ],
 )
 def test_constant_factor_is_named_after_a_parallel_degree(factor, name):
-    found = kind(WHOLE * np.float32(factor))
-    assert (found.name.split(" or ")[0], found.factor) == (f"factor {name}", pytest.approx(factor))
+    comparison = kind(WHOLE * np.float32(factor))
+    assert (comparison.name.split(" or ")[0], comparison.factor) == (
+        f"factor {name}",
+        pytest.approx(factor),
+    )
 
 
 def test_a_factor_of_1_explains_no_error():
     # The error of an update is that of its worst row; the full tensor is right but for rounding.
     ours = WHOLE.copy()
     ours[3] *= np.float32(1 + 1e-6)
-    found = TensorComparison(
+    comparison = TensorComparison(
         (CaptureStage.WEIGHTS, "decoder.layers.3", "update"), tolerance=4e-4, order=0
     )
-    found.error, found.worst = 7e-4, ComparedTensor(0, None, ours, WHOLE)
-    assert not classify_error(found, [found.worst], LAYOUT).name.startswith("factor")
+    comparison.error, comparison.worst = 7e-4, ComparedTensor(0, None, ours, WHOLE)
+    assert not classify_error(comparison, [comparison.worst], LAYOUT).name.startswith("factor")
 
 
 def test_missing_sum_is_named_if_the_sum_over_ranks_fits():
     part = random(8, 4, seed=1)
-    assert kind(WHOLE - part, others=(part,)).name == "missing sum over TP ranks"
+    assert kind(WHOLE - part, more_ranks=(part,)).name == "missing sum over TP ranks"
 
 
 def test_other_tensor_is_named_if_the_wrong_elements_are_its_own():
@@ -90,13 +96,15 @@ def test_error_in_the_vocabulary_padding_alone_is_named():
 )
 def test_norms_that_differ_between_ranks_are_named_first(ours, name):
     norms = [
-        ComparedTensor(number, None, np.array([float(one)]), np.array([5.0]))
-        for number, one in enumerate(ours)
+        ComparedTensor(number, None, np.array([float(values)]), np.array([5.0]))
+        for number, values in enumerate(ours)
     ]
-    found = TensorComparison((CaptureStage.NORM, "grad_norm", "returned"), tolerance=1e-6, order=0)
-    for one in norms:
-        found.add(one)
-    assert classify_error(found, norms, LAYOUT).name == name
+    comparison = TensorComparison(
+        (CaptureStage.NORM, "grad_norm", "returned"), tolerance=1e-6, order=0
+    )
+    for norm in norms:
+        comparison.add(norm)
+    assert classify_error(comparison, norms, LAYOUT).name == name
 
 
 def test_tensor_that_is_not_finite_is_named():
@@ -106,17 +114,19 @@ def test_tensor_that_is_not_finite_is_named():
 
 
 def test_copies_that_differ_by_a_bit_are_named():
-    found = TensorComparison((CaptureStage.WEIGHTS, "a", "weight"), 1e-6, 0, replicas_differ=(0, 1))
-    assert classify_error(found, (), LAYOUT).name == "copies differ between ranks"
+    comparison = TensorComparison(
+        (CaptureStage.WEIGHTS, "a", "weight"), 1e-6, 0, replicas_differ=(0, 1)
+    )
+    assert classify_error(comparison, (), LAYOUT).name == "copies differ between ranks"
 
 
 def test_noise_on_some_ranks_alone_is_named():
-    found = kind(WHOLE + random(8, 4, seed=2), wrong_ranks={1}, right_ranks={0})
-    assert found.name == "wrong on some ranks only"
+    comparison = kind(WHOLE + random(8, 4, seed=2), wrong_ranks={1}, right_ranks={0})
+    assert comparison.name == "wrong on some ranks only"
     assert kind(WHOLE + random(8, 4, seed=2)).name == "other"
     few = WHOLE + (np.arange(8) == 3)[:, None]
-    found = kind(few.astype(np.float32), wrong_ranks={1}, right_ranks={0})
-    assert found.name == "wrong on some ranks only, in 1 of 8 rows, from 3 to 3"
+    comparison = kind(few.astype(np.float32), wrong_ranks={1}, right_ranks={0})
+    assert comparison.name == "wrong on some ranks only, in 1 of 8 rows, from 3 to 3"
 
 
 def to_bf16(values):
@@ -141,12 +151,12 @@ def test_tensor_of_another_parameter_is_named_alone_or_added():
 def test_state_with_another_multiple_of_its_gradient_is_named(slot, power):
     gradient = random(8, 4, seed=7)
     taken = WHOLE + np.float32(0.3) * gradient**power
-    found = kind(taken, name="a.weight", slot=slot, like=[("a.weight", gradient)])
-    assert found.name == "another multiple of its gradient"
+    comparison = kind(taken, name="a.weight", slot=slot, like=[("a.weight", gradient)])
+    assert comparison.name == "another multiple of its gradient"
 
 
 def test_tensor_that_no_rank_holds_is_named():
-    found = TensorComparison(
+    comparison = TensorComparison(
         (CaptureStage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12
     )
-    assert classify_error(found, (), LAYOUT).name == "held by no rank"
+    assert classify_error(comparison, (), LAYOUT).name == "held by no rank"

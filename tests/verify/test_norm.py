@@ -23,8 +23,8 @@ def counting(number, groups, *counted, **described):
 
 def test_every_element_counted_once_over_the_group_is_right(tmp_path):
     ranks = [counting(n, ((0, 1),), 1, tensor=(n, 2)) for n in range(2)]
-    (found,) = check_norm_counts(write(tmp_path / "c", ranks))
-    assert (found.kind, found.fraction) == ("", 0)
+    (comparison,) = check_norm_counts(write(tmp_path / "c", ranks))
+    assert (comparison.kind, comparison.fraction) == ("", 0)
 
 
 @pytest.mark.parametrize(
@@ -37,14 +37,14 @@ def test_every_element_counted_once_over_the_group_is_right(tmp_path):
 def test_a_part_that_is_not_counted_once_names_the_rank_that_holds_it(tmp_path, times, ranks, kind):
     first = counting(0, ((0, 1),), 1, tensor=(0, 2))
     capture = write(tmp_path / "c", [first, counting(1, ((0, 1),), times, tensor=(1, 2))])
-    (found,) = check_norm_counts(capture)
-    assert (found.kind, found.ranks, found.fraction) == (kind, ranks, 0.5)
+    (comparison,) = check_norm_counts(capture)
+    assert (comparison.kind, comparison.ranks, comparison.fraction) == (kind, ranks, 0.5)
 
 
 def test_norm_not_summed_over_the_ranks_of_other_parts_lacks_these_parts(tmp_path):
     ranks = [counting(n, ((n,),), 1, data=(n, 2)) for n in range(2)]
-    (found,) = check_norm_counts(write(tmp_path / "c", ranks))
-    assert found.kind == "not counted in the norm of rank 0: rank 1 not in its group"
+    (comparison,) = check_norm_counts(write(tmp_path / "c", ranks))
+    assert comparison.kind == "not counted in the norm of rank 0: rank 1 not in its group"
 
 
 def test_copy_counted_by_a_rank_outside_the_group_is_missing_from_the_norm(tmp_path):
@@ -53,8 +53,8 @@ def test_copy_counted_by_a_rank_outside_the_group_is_missing_from_the_norm(tmp_p
         tensors[:] = [
             (tensor_key, values, place((0, 0, 0), (1, 2, 3))) for tensor_key, values, _ in tensors
         ]
-    (found,) = check_norm_counts(write(tmp_path / "c", ranks))
-    assert (found.kind, found.ranks) == (
+    (comparison,) = check_norm_counts(write(tmp_path / "c", ranks))
+    assert (comparison.kind, comparison.ranks) == (
         "not counted in the norm of rank 1: rank 0 not in its group",
         (0,),
     )
@@ -66,14 +66,14 @@ def test_a_parameter_whose_gradient_the_optimizer_lacks_is_counted_by_no_norm(tm
     tensors[:] = [(local, tensors[0][1], place((0, 0, 0), (1, 2, 3)))]
     capture = write(tmp_path / "c", [(here, tensors)])
     assert not list(check_norm_counts(capture))
-    (found,) = check_norm_counts(capture, [(KEY, (0,), "gradient")])
-    assert found.kind == "not counted in the norm by rank 0"
+    (comparison,) = check_norm_counts(capture, [(KEY, (0,), "gradient")])
+    assert comparison.kind == "not counted in the norm by rank 0"
 
 
 def test_experts_may_have_their_own_norm_group(tmp_path):
     alone, both = counting(0, ((0,), (0, 1)), None, 1), counting(1, ((1,), (0, 1)), None, 1)
-    (found,) = check_norm_counts(write(tmp_path / "c", [alone, both]))
-    assert found.kind == ""
+    (comparison,) = check_norm_counts(write(tmp_path / "c", [alone, both]))
+    assert comparison.kind == ""
 
 
 def test_norm_is_not_checked_if_no_rank_computes_it(tmp_path):
@@ -86,8 +86,8 @@ def test_part_missing_from_the_norm_comes_before_the_norms_value(tmp_path):
     for _, tensors in ranks:
         tensors.append((value, np.array([1.0])))
     whole = Placement(KEY, (1, 4, 3), (0, 0, 0))
-    theirs = [(GRADIENT, np.ones((4, 3), np.float32), whole), (value, np.array([2.0]))]
-    reference = write(tmp_path / "r", [(rank(), theirs)])
+    reference_tensors = [(GRADIENT, np.ones((4, 3), np.float32), whole), (value, np.array([2.0]))]
+    reference = write(tmp_path / "r", [(rank(), reference_tensors)])
     wrong = compare(reference, write(tmp_path / "c", ranks)).wrong()
-    assert [one.key[1] for one in wrong] == [WEIGHT, "grad_norm"]
+    assert [comparison.key[1] for comparison in wrong] == [WEIGHT, "grad_norm"]
     assert (wrong[0].fault, wrong[0].wrong_ranks) == ("not counted in the norm by rank 1", {1})

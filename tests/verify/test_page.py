@@ -65,8 +65,11 @@ def judgements(tmp_path_factory):
         (CaptureStage.WEIGHTS, "decoder.layers.0.mlp.weight", "weight"),
     ]
     names = {"layout": "tp2", "reference": "baseline", "command": "make verify-tp2-m-2cpu"}
-    found = judge(reference, capture(folder / "wrong", wrong)), judge(reference, reference)
-    return [replace(one, verdict=replace(one.verdict, **names)) for one in found]
+    verifications = judge(reference, capture(folder / "wrong", wrong)), judge(reference, reference)
+    return [
+        replace(verification, verdict=replace(verification.verdict, **names))
+        for verification in verifications
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +80,12 @@ def differs(judgements):
 def cells(page):
     """The classes of each cell, by name of the row and place of the column."""
     body = re.search(r"<tbody>(.*?)</tbody>", page, re.DOTALL)[1]
-    found = {}
+    classes_by_row = {}
     for line in body.split("<tr ")[1:]:
         name = re.search(r'title="([^"]*)"', line)[1]
-        for place, classes in enumerate(re.findall(r'<td[^>]*class="([^"]*)"', line)):
-            found[name, place] = set(classes.split())
-    return found
+        for index, classes in enumerate(re.findall(r'<td[^>]*class="([^"]*)"', line)):
+            classes_by_row[name, index] = set(classes.split())
+    return classes_by_row
 
 
 def is_red(classes):
@@ -93,11 +96,11 @@ FORWARD_OUT, BACKWARD_OUT, WEIGHTS = 2, 4, len(COLUMNS) - 1
 
 
 def test_first_wrong_cell_is_marked_and_every_wrong_one_is_red(differs):
-    found = cells(differs)
-    assert [at for at, classes in found.items() if "first" in classes] == [
+    classes_by_row = cells(differs)
+    assert [at for at, classes in classes_by_row.items() if "first" in classes] == [
         ("decoder.layers.1.mlp", FORWARD_OUT)
     ]
-    assert {at for at, classes in found.items() if is_red(classes)} == {
+    assert {at for at, classes in classes_by_row.items() if is_red(classes)} == {
         ("decoder.layers.1.mlp", FORWARD_OUT),
         ("decoder.layers.1", FORWARD_OUT),
         ("decoder.layers.0", BACKWARD_OUT),
@@ -115,7 +118,9 @@ def test_rows_are_modules_in_forward_order_and_parameters_are_in_their_modules_r
         ("decoder.layers.1", "layers.1", 1),
         ("decoder.layers.1.mlp", "mlp", 2),
     ]
-    assert [one.key[1] for one in rows[3].cells[WEIGHTS].tensors] == ["decoder.layers.0.mlp.weight"]
+    assert [tensor.key[1] for tensor in rows[3].cells[WEIGHTS].tensors] == [
+        "decoder.layers.0.mlp.weight"
+    ]
 
 
 def test_head_states_module_error_and_command(differs):
@@ -170,9 +175,9 @@ def test_names_with_markup_are_escaped_in_the_pages_data():
 def made(names, wrong=(), not_aligned=()):
     comparisons = [
         TensorComparison(
-            (CaptureStage.OUTPUTS, name, "output"), 1.0, place, error=20.0 if name in wrong else 0.5
+            (CaptureStage.OUTPUTS, name, "output"), 1.0, index, error=20.0 if name in wrong else 0.5
         )
-        for place, name in enumerate(names)
+        for index, name in enumerate(names)
     ]
     return CaptureComparison(tuple(comparisons), not_aligned, len(names), len(names))
 
@@ -202,7 +207,7 @@ def test_tensor_that_was_not_compared_is_marked_in_its_row():
         made(["decoder", "decoder.mlp", "decoder.mlp.router"], not_aligned=lines), None
     )
     marked = {
-        row.name: [place for place, cell in enumerate(row.cells) if cell.not_compared]
+        row.name: [index for index, cell in enumerate(row.cells) if cell.not_compared]
         for row in rows
     }
     assert marked == {

@@ -14,8 +14,8 @@ LAYOUT = rank(tensor=(0, 2), data=(0, 3), micro_batches=5)
 
 def kind(ours, parts, extra=""):
     reference = np.sum([part for name, part in parts.items() if name != extra], axis=0)
-    found = classify_by_parts(ComparedTensor(0, None, ours, reference), 1e-6, parts, LAYOUT, extra)
-    return found and found.name
+    error = classify_by_parts(ComparedTensor(0, None, ours, reference), 1e-6, parts, LAYOUT, extra)
+    return error and error.name
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ GRADIENT = TensorKey(CaptureStage.REDUCED_GRADIENTS, WEIGHT, "gradient")
 def reduced(folder, values, *more):
     """A rank alone with one reduced gradient, and further (tensor key, values) of its place."""
     tensors = [(GRADIENT, values, place((0, 0, 0)))]
-    return write(folder, [(rank(), [*tensors, *((*one, place((0, 0, 0))) for one in more)])])
+    return write(folder, [(rank(), [*tensors, *((*entry, place((0, 0, 0))) for entry in more)])])
 
 
 def test_scaled_auxiliary_loss_is_found_with_a_run_without_it(tmp_path):
@@ -72,9 +72,9 @@ def test_lost_micro_batch_is_named(tmp_path):
         )
         for n, values in enumerate((MAIN, AUXILIARY))
     ]
-    given = reduced(tmp_path / "parts", MAIN + AUXILIARY, *parts)
-    found = explain_by_parts(judge(reference, ours), ours, given, {})
-    assert found.verdict.kind == "without micro batch 0"
+    parts_capture = reduced(tmp_path / "parts", MAIN + AUXILIARY, *parts)
+    explained = explain_by_parts(judge(reference, ours), ours, parts_capture, {})
+    assert explained.verdict.kind == "without micro batch 0"
 
 
 def test_gradient_with_a_known_kind_needs_no_parts(tmp_path):

@@ -17,7 +17,7 @@ def test_judged_configurations_are_counted_by_dtype_and_strategy_with_the_worst_
         ("2", "differs", "3", 'make verify-dp2-gpt2-tiny-2cpu EXTRA="--lr 1"'),
         ("3", "not comparable", "", 'make verify-tp2-gpt2-tiny-2cpu EXTRA="--lr 1"'),
     )
-    lines = list(table([dict(zip(COLUMNS, one, strict=True)) for one in judged]))
+    lines = list(table([dict(zip(COLUMNS, cells, strict=True)) for cells in judged]))
     assert lines[1:] == [
         "| all | 3 | 1 | 3.00 |",
         "| fp32 | 2 | 0 | 3.00 |",

@@ -32,14 +32,14 @@ def zigzag(whole, context, axis=0):
 def one_rank(folder, ranks):
     """A reference of these ranks, as one."""
     reference = write(folder / "several", ranks)
-    found = reassemble_to_one_rank(
+    full_tensors = reassemble_to_one_rank(
         reference, write(folder / "layout", [(rank(), [])]), folder / "one"
     )
-    return found.ranks[0]
+    return full_tensors.ranks[0]
 
 
-def tensors_in(one):
-    return {record.tensor_key: one.values(record) for record in one.records}
+def tensors_in(capture):
+    return {record.tensor_key: capture.values(record) for record in capture.records}
 
 
 @settings(max_examples=40)
@@ -85,8 +85,10 @@ def test_parts_of_sequence_and_hidden_size_are_joined(
         )
         for number in range(tensors * contexts)
     ]
-    found = tensors_in(one_rank(tmp_path_factory.mktemp("w"), ranks))
-    assert np.array_equal(found[output()], whole.reshape(-1, 3) if form == "tokens" else whole)
+    full_tensors = tensors_in(one_rank(tmp_path_factory.mktemp("w"), ranks))
+    assert np.array_equal(
+        full_tensors[output()], whole.reshape(-1, 3) if form == "tokens" else whole
+    )
 
 
 def test_gates_are_joined_before_values(tmp_path):
@@ -121,10 +123,14 @@ def test_micro_batches_of_data_parallel_ranks_and_their_gradients_are_those_of_o
         )
         for n in range(2)
     ]
-    one = one_rank(tmp_path, ranks)
-    assert (one.rank.micro_batches, one.rank.data, one.rank.world_size) == (4, (0, 1), 1)
-    found = tensors_in(one)
-    assert all(np.array_equal(found[gradient(n)], values[n]) for n in range(4))
+    capture = one_rank(tmp_path, ranks)
+    assert (capture.rank.micro_batches, capture.rank.data, capture.rank.world_size) == (
+        4,
+        (0, 1),
+        1,
+    )
+    full_tensors = tensors_in(capture)
+    assert all(np.array_equal(full_tensors[gradient(n)], values[n]) for n in range(4))
 
 
 def test_loss_is_joined_as_a_sum_over_context_parallel_ranks(tmp_path):
@@ -178,18 +184,18 @@ def test_expert_rows_are_joined_in_the_order_of_tokens(tmp_path, shape):
             **{split: (number, 2)},
         )
         ranks.append((described, tensors))
-    found = tensors_in(one_rank(tmp_path, ranks))
+    full_tensors = tensors_in(one_rank(tmp_path, ranks))
     for batch in batches:
         numbered = msgspec.structs.replace(tensor_key, micro_batch=batch)
-        assert np.array_equal(found[numbered], wholes[batch][routed[batch]])
+        assert np.array_equal(full_tensors[numbered], wholes[batch][routed[batch]])
 
 
 def test_layers_of_a_pipeline_follow_one_another_forward_and_backward(tmp_path):
-    def on(stage, layers, backward, *others):
+    def on(stage, layers, backward, *more_groups):
         there = [
-            *(output(name) for name in others[:1]),
+            *(output(name) for name in more_groups[:1]),
             *(output(f"decoder.layers.{n}") for n in layers),
-            *(output(name) for name in others[1:]),
+            *(output(name) for name in more_groups[1:]),
         ]
         back = [output(s.name, stage=CaptureStage.ACTIVATION_GRADIENTS) for s in there[::-1]]
         described = rank(stage, pipeline=(stage, 2), virtual_stages=2, world_size=2)
@@ -219,8 +225,8 @@ def test_local_gradients_of_tensor_parallel_ranks_are_copies_or_terms_of_a_sum(t
         )
         for n in range(4)
     ]
-    found = tensors_in(one_rank(tmp_path, ranks))[LOCAL]
-    assert np.allclose(found, values[0] if alike else sum(values))
+    full_tensors = tensors_in(one_rank(tmp_path, ranks))[LOCAL]
+    assert np.allclose(full_tensors, values[0] if alike else sum(values))
 
 
 def test_expert_gradient_is_averaged_over_all_ranks_that_send_tokens(tmp_path):

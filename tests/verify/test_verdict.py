@@ -64,11 +64,13 @@ def test_near_the_tolerance_a_kind_is_named_only_if_every_seed_is_wrong(tmp_path
 
 
 def test_an_error_of_twice_its_tolerance_or_in_exact_values_is_not_near_the_tolerance(tmp_path):
-    for number, (ours, theirs) in enumerate(
+    for number, (ours, reference_tensors) in enumerate(
         [(WHOLE * np.float32(1 + 2e-5), WHOLE), (np.arange(4) + 1, np.arange(4)), (WHOLE, WHOLE)]
     ):
         folder = tmp_path / f"{number}"
-        judgement = judge(*pair(folder, [(rank(), [(output(), ours)])], [(output(), theirs)]))
+        judgement = judge(
+            *pair(folder, [(rank(), [(output(), ours)])], [(output(), reference_tensors)])
+        )
         assert not judgement.is_near_tolerance
 
 
@@ -98,9 +100,9 @@ def test_one_bug_does_not_hide_another_and_what_follows_from_it_is_not_listed(tm
     ours = run("ours", first, around, *norms, layer, *gradients)
     # The norm is given what is right; the final norm's own gradient is right before it is reduced.
     forced = run("forced", first, around, norm, gradients[0], gradients[2], gradients[3])
-    found = confirm(judge(reference, ours), reference, forced).verdict
-    assert found.module == MODULE
-    assert [line.split(" (")[0] for line in found.also] == [
+    confirmed = confirm(judge(reference, ours), reference, forced).verdict
+    assert confirmed.module == MODULE
+    assert [line.split(" (")[0] for line in confirmed.also] == [
         f"outputs, {modules[2]}",
         "reduced gradients, decoder.final_layernorm.weight",
     ]
@@ -108,9 +110,9 @@ def test_one_bug_does_not_hide_another_and_what_follows_from_it_is_not_listed(tm
 
 def test_module_that_is_wrong_by_itself_is_named_if_the_first_error_follows_from_it(tmp_path):
     first, second = output(slot="input.x"), output(LATER)
-    theirs = [(first, WHOLE), (second, WHOLE)]
+    reference_tensors = [(first, WHOLE), (second, WHOLE)]
     reference, layout = pair(
-        tmp_path, [(rank(), [(first, WHOLE + 1), (second, WHOLE + 1)])], theirs
+        tmp_path, [(rank(), [(first, WHOLE + 1), (second, WHOLE + 1)])], reference_tensors
     )
     judgement = judge(reference, layout)
     assert judgement.may_have_spread
@@ -130,9 +132,9 @@ def test_module_that_is_wrong_by_itself_is_named_if_the_first_error_follows_from
 def test_wrong_input_is_charged_to_the_parent_module_if_its_input_is_right(tmp_path, around, name):
     outer, inner = output("decoder.layers.0.mlp", slot="input.x"), output(slot="input.x")
     third = output(LATER, slot="input.x")
-    theirs = [(third, WHOLE), (inner, WHOLE), (outer, WHOLE)]
+    reference_tensors = [(third, WHOLE), (inner, WHOLE), (outer, WHOLE)]
     ours = [(rank(), [(third, WHOLE), (inner, WHOLE + 1), (outer, around)])]
-    assert judge(*pair(tmp_path, ours, theirs)).verdict.module == name
+    assert judge(*pair(tmp_path, ours, reference_tensors)).verdict.module == name
 
 
 def test_wrong_input_of_an_outermost_module_is_charged_to_the_model(tmp_path):
@@ -147,9 +149,9 @@ def test_wrong_input_is_charged_to_the_calling_module(tmp_path):
     caller = output("mtp.layers.0", slot="input.x")
     inner = output("embedding", slot="input.x@mtp.layers.0")
     plain = output("embedding", slot="input.x")
-    theirs = [(plain, WHOLE), (caller, WHOLE), (inner, WHOLE)]
+    reference_tensors = [(plain, WHOLE), (caller, WHOLE), (inner, WHOLE)]
     ours = [(rank(), [(plain, WHOLE), (caller, WHOLE), (inner, WHOLE + 1)])]
-    assert judge(*pair(tmp_path, ours, theirs)).verdict.module == "mtp.layers.0"
+    assert judge(*pair(tmp_path, ours, reference_tensors)).verdict.module == "mtp.layers.0"
 
 
 def test_wrong_weight_at_the_start_is_of_the_iteration_before(tmp_path):
@@ -175,9 +177,9 @@ def test_wrong_weight_at_the_start_is_of_the_iteration_before(tmp_path):
     )
     assert judgement.begins_before
     write_forced(reference, layout, tmp_path / "given", start_alone=True)
-    (given,) = read_capture(tmp_path / "given").ranks
-    assert [record.tensor_key for record in given.records] == [begin]
-    assert (given.values(given.records[0]) == 1).all()
+    (forced,) = read_capture(tmp_path / "given").ranks
+    assert [record.tensor_key for record in forced.records] == [begin]
+    assert (forced.values(forced.records[0]) == 1).all()
 
 
 @pytest.mark.parametrize(("times", "outcome"), [(1.5, "held"), (3, "differs")])
@@ -210,8 +212,8 @@ def test_forced_tensor_is_the_part_that_the_rank_holds(tmp_path):
     ]
     reference, layout = pair(tmp_path, ours, [(tensor_key, WHOLE)])
     write_forced(reference, layout, tmp_path / "given")
-    given = read_capture(tmp_path / "given")
-    assert np.array_equal(given.ranks[1].values(given.ranks[1].records[0]), WHOLE[..., 3:])
+    forced = read_capture(tmp_path / "given")
+    assert np.array_equal(forced.ranks[1].values(forced.ranks[1].records[0]), WHOLE[..., 3:])
 
 
 def test_runs_of_different_work_are_refused_with_the_setting_that_differs(tmp_path):
@@ -266,8 +268,8 @@ def test_a_gradient_is_forced_as_bf16_where_the_run_is_bf16(tmp_path):
     reference, layout = read_capture(tmp_path / "reference"), read_capture(tmp_path / "layout")
     assert reference.ranks[0].values(reference.ranks[0].records[0]).tolist() == [1, 3.140625]
     write_forced(reference, layout, tmp_path / "given")
-    given = (tmp_path / "given" / "rank-0" / "tensors.bin").read_bytes()
-    assert given == bits.tobytes()
+    forced_bytes = (tmp_path / "given" / "rank-0" / "tensors.bin").read_bytes()
+    assert forced_bytes == bits.tobytes()
 
 
 @pytest.mark.parametrize(("of_loss", "name"), [(WHOLE, "loss"), (None, "output_layer")])
@@ -311,8 +313,8 @@ def test_source_of_a_tensor_without_module_is_that_of_its_function(
         )
         for number in range(data)
     ]
-    theirs = [(tensor_key, values, place((0, 0, 0)))]
-    captures = pair(tmp_path, ours, theirs, micro_batches=data)
+    reference_tensors = [(tensor_key, values, place((0, 0, 0)))]
+    captures = pair(tmp_path, ours, reference_tensors, micro_batches=data)
     assert judge(*captures).verdict.source == name
 
 
@@ -353,13 +355,13 @@ def test_routing_flips_force_only_the_choices_of_experts(tmp_path):
     reference, layout = pair(tmp_path, [(rank(), tensors(second))], tensors(first))
     assert judge(reference, layout).needs_same_start
     write_forced(reference, layout, tmp_path / "given", start_alone=True)
-    (given,) = read_capture(tmp_path / "given").ranks
-    assert [record.tensor_key for record in given.records] == tensor_keys[2:]
-    assert np.array_equal(given.values(given.records[0]), first)
+    (forced,) = read_capture(tmp_path / "given").ranks
+    assert [record.tensor_key for record in forced.records] == tensor_keys[2:]
+    assert np.array_equal(forced.values(forced.records[0]), first)
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs", "largest", "said"),
+    ("ours", "reference_tensors", "largest", "sentence"),
     [
         ((64.0, 64.0), (64.0, 64.0), 1.0, None),
         ((64.0, 32.0), (64.0, 64.0), 1.0, "in iteration 1 gradients overflow in one of them alone"),
@@ -368,7 +370,7 @@ def test_routing_flips_force_only_the_choices_of_experts(tmp_path):
     ],
 )
 def test_steps_that_one_run_alone_skips_in_fp16_are_not_compared(
-    tmp_path, ours, theirs, largest, said
+    tmp_path, ours, reference_tensors, largest, sentence
 ):
     """Where a gradient is far from fp16's largest number, one that is infinite is wrong."""
 
@@ -378,9 +380,9 @@ def test_steps_that_one_run_alone_skips_in_fp16_are_not_compared(
         described = rank(dtype="float16", loss_scales=scales)
         return write(tmp_path / name, [(described, [(output(), WHOLE), gradient])])
 
-    reference, layout = run("reference", theirs, largest), run("layout", ours, np.inf)
-    if said is None:
+    reference, layout = run("reference", reference_tensors, largest), run("layout", ours, np.inf)
+    if sentence is None:
         assert judge(reference, layout).verdict.kind == "not finite"
         return
-    with pytest.raises(VerifyError, match=said):
+    with pytest.raises(VerifyError, match=sentence):
         judge(reference, layout)

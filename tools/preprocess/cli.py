@@ -27,6 +27,7 @@ from parakit.data import (
     verify_dataset,
 )
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
+from tools.preprocess.plain_text import TextDocuments
 from tools.preprocess.run import preprocess
 from tools.preprocess.source import PreprocessOptions, parse_shard
 
@@ -127,11 +128,14 @@ def _summary(dataset: Dataset) -> str:
 
 def _add_run_flags(add: Add) -> None:
     """Add the flags of `run`; the `dest` of each is a field of `PreprocessOptions`."""
-    files = "files (JSON lines, plain, .gz or .zst; parquet), folders, globs, or hub:NAME"
+    files = "files (JSON lines, plain, .gz or .zst; parquet; .txt), folders, globs, or hub:NAME"
     add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=files)
     add("--output-prefix", type=Path, required=True, help="writes PREFIX_KEY_document.bin/.idx")
     add("--tokenizer", default="gpt2", help="gpt2, or a folder with a tokenizer.json")
     add("--append-eod", action="store_true", help="end each document with the end token")
+    stretch = "what is a document of a .txt file: the file, or each paragraph"
+    choices = [stretch_.value for stretch_ in TextDocuments]
+    add("--txt-documents", dest="text_documents", choices=choices, default="file", help=stretch)
     per_key = "a data set for each key"
     add("--json-keys", dest="keys", nargs="+", default=["text"], metavar="KEY", help=per_key)
     add("--on-error", choices=("stop", "skip"), default="stop", help="at an unusable document")
@@ -162,7 +166,11 @@ def _add_hub_split(add: Add) -> None:
 
 def _run(flags: Flags) -> int:
     """Make data sets from JSON lines, parquet or the hub; resumes where it was cut off."""
-    fields = vars(flags) | {"inputs": tuple(flags.inputs), "keys": tuple(flags.keys)}
+    fields = vars(flags) | {
+        "inputs": tuple(flags.inputs),
+        "keys": tuple(flags.keys),
+        "text_documents": TextDocuments(flags.text_documents),
+    }
     del fields["command"]
     for dataset in preprocess(PreprocessOptions(**fields)):
         print(_summary(dataset))

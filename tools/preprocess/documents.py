@@ -6,6 +6,7 @@ which is fast, and then with `json`. The result for a line depends on that line 
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ class Problem:
     kind: ProblemKind
     detail: str = ""
 
+
+ADVICE = {
+    ProblemKind.EMPTY_FILE: "take it out of --input, or fetch it again",
+    ProblemKind.BROKEN_ARCHIVE: "fetch it again; --on-error skip keeps the documents before the damage",
+}
+"""Advice on problems with a file. It holds no document that could be corrected."""
 
 Row = Sequence[Text] | Problem
 """Content of a line: a text per key, or the problem with the line."""
@@ -105,6 +112,8 @@ class Parser:
 
     def _parse_slowly(self, line: bytes | bytearray) -> Row:
         """Return the row of a line that msgspec refuses, as Python's `json` reads the line."""
+        # Windows programs write this mark at the start of a file. It belongs to no document.
+        line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
             return Problem(ProblemKind.BLANK_LINE)
         try:

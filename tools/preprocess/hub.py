@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from parakit.artifacts.io import atomic_write
+from parakit.config.reachable import explain_unreachable
 from parakit.data import (
     HUB_CACHES,
     HUB_PREFIX,
@@ -25,8 +26,11 @@ from parakit.data import (
     InputIdentity,
     count_draws,
     count_samples,
+    find_default_hub_cache,
 )
 from tools.preprocess.lines import Block
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
 
 _CACHE = ".hub"
 """Folder of fetched files, next to the result: a container's home folder would not outlive the container."""
@@ -69,12 +73,15 @@ class Hub:
             DatasetError: The data set cannot be fetched or written.
         """
         cache = lines.with_name(_CACHE)
-        # The client reads these variables when it is imported. A cache that the user has set is used instead.
-        if not any(os.environ.get(name) for name in (*HUB_CACHES, "HF_HUB_OFFLINE")):
+        # The client reads these variables when it is imported. A cache that the user has set, or a default
+        # cache that holds the data set, is used instead.
+        has_cache = any(os.environ.get(name) for name in (*HUB_CACHES, "HF_HUB_OFFLINE"))
+        if not has_cache and find_default_hub_cache(self.name) is None:
             os.environ["HF_HUB_CACHE"] = str(cache / "files")
             os.environ["HF_DATASETS_CACHE"] = str(cache / "tables")
         # The plain download resumes within a file; the chunked one needs services that mirrors lack.
         os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+        unreachable = _go_offline_if_unreachable()
         import datasets  # Takes seconds, which a call that finds the file does not need.
 
         try:
@@ -92,8 +99,9 @@ class Hub:
                     f"{lines.parent}."
                 ) from None
             endpoint = os.environ.get("HF_ENDPOINT") or "the Hugging Face hub"
+            reason = unreachable or _describe_error(error)
             raise DatasetError(
-                f"Data set {self.name} was not fetched from {endpoint} ({_describe_error(error)}); run the "
+                f"Data set {self.name} was not fetched from {endpoint} ({reason}); run the "
                 "same command again (files that arrived whole are kept), name a mirror with "
                 "HF_ENDPOINT= or a cache that has it with HF_HOME=, or use other text: 'make "
                 f"prepare-ds-sample', or 'make prepare-ds INPUT=file.jsonl NAME={lines.stem}'."
@@ -129,20 +137,34 @@ class Hub:
     @cached_property
     def _opened(self) -> tuple[Any, Any]:
         """Description of the data set by the client, and the split as a stream of rows."""
+        unreachable = _go_offline_if_unreachable()
         import datasets  # Takes seconds, which other inputs do not need.
 
         try:
             builder = datasets.load_dataset_builder(self.name, self.config)
             return builder, builder.as_streaming_dataset(split=self.split)
         except Exception as error:
-            raise self._make_error(error) from None
+            raise self._make_error(error, unreachable) from None
 
-    def _make_error(self, error: Exception) -> DatasetError:
-        """Return the error that reports why the split cannot be read."""
+    def _make_error(self, error: Exception, unreachable: str = "") -> DatasetError:
+        """Return the error that reports why the split cannot be read; `unreachable` is why the hub does not answer."""
         return DatasetError(
-            f"{self.label} cannot be read ({_describe_error(error)}); check name, split and network, or "
+            f"{self.label} cannot be read ({unreachable or _describe_error(error)}); check name, split and network, or "
             "download it and give its files with --input."
         )
+
+
+def _go_offline_if_unreachable() -> str:
+    """Make the hub's client use its caches alone if the hub does not answer; return the reason, empty if it does.
+
+    The client would otherwise repeat each request for a minute. It reads the variable when it is imported.
+    """
+    if os.environ.get("HF_HUB_OFFLINE"):
+        return ""
+    reason = explain_unreachable(os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT)
+    if reason:
+        os.environ["HF_HUB_OFFLINE"] = "1"
+    return reason
 
 
 def _describe_error(error: Exception) -> str:

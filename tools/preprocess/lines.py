@@ -1,4 +1,4 @@
-"""Cut JSON lines, plain or compressed, into blocks of about `BLOCK_BYTES`.
+"""Cut JSON lines, plain or compressed, and plain text into blocks of about `BLOCK_BYTES`.
 
 A slice is a stretch of one input. The cuts depend only on the offset from which a slice is read, so a resumed run
 sees the same blocks.
@@ -28,6 +28,7 @@ class Format(StrEnum):
     """Format in which an input stores its documents."""
 
     LINES = "JSON lines"
+    TEXT = "plain text"
     GZIP = "gzip"
     ZSTD = "zstd"
     PARQUET = "parquet"

@@ -30,7 +30,7 @@ from parakit.data import (
 )
 from parakit.formatting import terminal
 from parakit.formatting.units import plural
-from tools.preprocess.documents import HARMLESS, Parser, Problem, ProblemKind
+from tools.preprocess.documents import ADVICE, HARMLESS, Parser, Problem, ProblemKind
 from tools.preprocess.encoders import choose_encoder
 from tools.preprocess.lines import Block, Slice, lines_before
 from tools.preprocess.parts import decoded, join_parts, read_parts, write_parts
@@ -71,6 +71,7 @@ def preprocess(options: PreprocessOptions) -> list[Dataset]:
         part=str(options.shard),
         shard_bytes=options.part_bytes,
         max_document_bytes=options.max_document_bytes,
+        text_documents=options.text_documents.value if source.has_plain_text else None,
     )
     base = options.output_prefix
     prefixes = {key: base.with_name(f"{base.name}_{key}_document") for key in options.keys}
@@ -183,9 +184,10 @@ class _PartWriter:
         elif self.options.on_error == "skip":
             self.progress.say(f"{text} (left out)")
         else:
-            raise DatasetError(
-                f"{text}; correct it, or leave such documents out with --on-error skip."
+            advice = ADVICE.get(
+                problem.kind, "correct it, or leave such documents out with --on-error skip"
             )
+            raise DatasetError(f"{text}; {advice}.")
 
 
 def _claim_folder(file: Path, identity: RunIdentity) -> None:
@@ -256,6 +258,7 @@ def _list_facts(identity: RunIdentity) -> Iterator[tuple[str, object]]:
     yield "--shard", identity.part
     yield "--commit-mib (in bytes)", identity.shard_bytes
     yield "--max-document-mb (in bytes)", identity.max_document_bytes
+    yield "--txt-documents", identity.text_documents
 
 
 class ProgressLine:

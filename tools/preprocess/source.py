@@ -14,9 +14,27 @@ from parakit.data import HUB_PREFIX, DatasetError, InputIdentity, find_input_fil
 from tools.preprocess.documents import Parser, Problem, ProblemKind
 from tools.preprocess.hub import Hub
 from tools.preprocess.lines import Block, Format, Slice, line_blocks, next_line_start
+from tools.preprocess.plain_text import SUFFIX, TextDocuments, text_blocks
 
 _EDGE_BYTES = 1 << 20
+_HEAD_BYTES = 512
+"""Bytes at the start of a file that show its format."""
 _MAGIC = {b"\x1f\x8b": Format.GZIP, b"\x28\xb5\x2f\xfd": Format.ZSTD, b"PAR1": Format.PARQUET}
+_UNREAD_FORMATS = {
+    b"PK\x03\x04": ("a zip archive", "unpack it with 'unzip {name}' and give the files in it"),
+    b"PK\x05\x06": ("an empty zip archive", "fetch it again"),
+    b"BZh": ("a bzip2 archive", "unpack it with 'bunzip2 --keep {name}'"),
+    b"\xfd7zXZ\x00": ("an xz archive", "unpack it with 'unxz --keep {name}'"),
+    b"7z\xbc\xaf\x27\x1c": ("a 7z archive", "unpack it and give the files in it"),
+    b"Rar!\x1a\x07": ("a rar archive", "unpack it and give the files in it"),
+    b"%PDF-": ("a PDF", "write its text into a .txt file or JSON lines"),
+    b"ARROW1": ("an Arrow file", "write it as parquet"),
+    b"\xff\xfe": ("text in UTF-16", "convert it with 'iconv -f UTF-16 -t UTF-8 {name}'"),
+    b"\xfe\xff": ("text in UTF-16", "convert it with 'iconv -f UTF-16 -t UTF-8 {name}'"),
+}
+"""Formats that are recognized by their first bytes and not read, each with what to do instead."""
+_TAR_MAGIC = slice(257, 262)
+"""Place of the text `ustar` in a tar archive."""
 _SUFFIXES = {
     ".jsonl": Format.LINES,
     ".json": Format.LINES,
@@ -62,11 +80,17 @@ def identify(path: Path) -> InputIdentity:
 def whole_file(path: Path) -> Slice:
     """Return a slice of a complete file; the first bytes decide its format.
 
+    A `.txt` file holds plain text unless it begins like a JSON line.
+
     Raises:
-        DatasetError: The name promises an archive or a table that the content is not.
+        DatasetError: The name promises an archive or a table that the content is not, or the content has a
+            format that is not read.
     """
     with path.open("rb") as stream:
-        head = stream.read(4)
+        head = stream.read(_HEAD_BYTES)
+    _refuse_unread_format(path, head)
+    if path.suffix == SUFFIX and not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
+        return Slice(str(path), Format.TEXT, 0, None, path.stat().st_size)
     formats = (known for magic, known in _MAGIC.items() if head.startswith(magic))
     format_ = next(formats, Format.LINES)
     promised = _SUFFIXES.get(path.suffix, Format.LINES)
@@ -75,6 +99,21 @@ def whole_file(path: Path) -> Slice:
             f"{path} is no {promised} file, whatever its name says; fetch it again or rename it."
         )
     return Slice(str(path), format_, 0, None, path.stat().st_size)
+
+
+def _refuse_unread_format(path: Path, head: bytes) -> None:
+    """Raise DatasetError if the first bytes of a file are those of a format that is not read.
+
+    Its lines would otherwise be refused one by one as broken documents.
+    """
+    if head[_TAR_MAGIC] == b"ustar":
+        raise DatasetError(
+            f"{path} is a tar archive, which is not read; unpack it with 'tar -xf {path}' and give the files "
+            "in it."
+        )
+    for magic, (kind, advice) in _UNREAD_FORMATS.items():
+        if head.startswith(magic):
+            raise DatasetError(f"{path} is {kind}, which is not read; {advice.format(name=path)}.")
 
 
 @dataclass(frozen=True)
@@ -170,6 +209,8 @@ class PreprocessOptions:
     hub_split: str
     tokenizer: str
     append_eod: bool
+    text_documents: TextDocuments
+    """Stretch of a `.txt` file that is one document."""
     on_error: Literal["stop", "skip"]
     cross_check: int
     """Number of documents that two tokenizers encode before the run, to be compared."""
@@ -190,6 +231,12 @@ class InputStream:
     keys: tuple[str, ...]
     max_document_bytes: int | None
     hub: Hub | None = None
+    text_documents: TextDocuments = TextDocuments.FILE
+
+    @property
+    def has_plain_text(self) -> bool:
+        """True if a slice is plain text."""
+        return any(slice_.format is Format.TEXT for slice_ in self.slices)
 
     @property
     def size_bytes(self) -> int:
@@ -232,6 +279,8 @@ class InputStream:
             from tools.preprocess.tables import table_blocks  # Imports pyarrow.
 
             return table_blocks(slice_, offset, self.keys)
+        if slice_.format is Format.TEXT:
+            return text_blocks(slice_, offset, self.keys[0], self.text_documents)
         return line_blocks(slice_, offset, self.max_document_bytes)
 
 
@@ -261,5 +310,13 @@ def open_source(options: PreprocessOptions) -> InputStream:
         return InputStream((rows,), (hub.identity(),), keys, limit, hub)
     files = find_input_files(options.inputs)
     identities = tuple(identify(file) for file in files)
-    slices = cut([whole_file(file) for file in files], options.shard)
-    return InputStream(slices, identities, keys, limit)
+    slices = [whole_file(file) for file in files]
+    texts = [slice_.name for slice_ in slices if slice_.format is Format.TEXT]
+    if texts and len(keys) > 1:
+        raise DatasetError(
+            f"{texts[0]} is plain text, which has no keys; leave --json-keys out, or give JSON lines."
+        )
+    slices_of_shard = cut(slices, options.shard)
+    return InputStream(
+        slices_of_shard, identities, keys, limit, text_documents=options.text_documents
+    )

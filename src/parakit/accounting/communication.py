@@ -190,7 +190,9 @@ class CommunicationLog:
 def _add_times(
     observed: ObservedCall, sums: _IterationSums, to_nanoseconds: Callable[[TimeMark], int]
 ) -> None:
-    """Add the times of a call to the sums: its issue and waits as blocked time, and its transfer."""
+    """Add the times of a call to the sums. The time in which the call is issued and waited for counts as
+    blocked time, and its transfer is added separately.
+    """
     call, started_ns = observed.call.kind, to_nanoseconds(observed.started)
     issue_ns = to_nanoseconds(observed.issued) - started_ns
     sums.wait_ns[call] += issue_ns

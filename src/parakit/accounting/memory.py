@@ -248,8 +248,8 @@ def _unpack(saved: _SavedTensor) -> torch.Tensor:
 def _find_vocabulary_rows(models: Iterable[torch.nn.Module]) -> frozenset[int]:
     """Return the numbers of columns that this rank's logits can have.
 
-    They are the rows of the output layer, or of the embedding that it is tied to. FSDP computes with all rows of
-    a DTensor, tensor parallelism with the rank's rows, so both numbers count.
+    They are the rows of the output layer, or of the embedding that it is tied to. FSDP computes with all rows
+    of a DTensor, and tensor parallelism computes with the rank's rows, so both numbers are returned.
     """
     rows = set()
     for model in models:

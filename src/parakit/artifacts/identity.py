@@ -98,7 +98,7 @@ class Identity:
 
 
 def identify_run(record: RunRecord) -> Identity:
-    """Return what a recorded run trained, with which code and on which host, from its `run.json`.
+    """Return the identity of a recorded run from its `run.json`: its configuration, code and host.
 
     Two runs with equal identities train the same, and their times can be compared.
     """

@@ -229,7 +229,7 @@ def find_routing_divergence(
     losses can be compared only up to it. In 16 bits this happens more often, between scores that agree to
     about 1e-2.
 
-    None means that all numbers of tokens are equal. It also means that in fp32 more than
+    None means that all numbers of tokens are equal. None is also returned if in fp32 more than
     MAX_FRACTION_MOVED_BY_ROUNDING of the tokens change their expert in one iteration. Rounding cannot move so
     many tokens, so the runs differ for another reason, and their losses must be compared in full to show it.
     """

@@ -47,6 +47,8 @@ STACKS_SIGNAL = signal.SIGRTMIN + 3
 LLVM, with which Triton compiles, handles SIGUSR1 and SIGUSR2 itself (`lib/Support/Unix/Signals.inc`)."""
 STOPPED_FILE = "stopped.txt"
 """File in the folder of stacks with the ranks that a signal had stopped; absent if there were none."""
+ASKED_FILE = "asked.txt"
+"""File in the folder of stacks with the time at which ranks were asked for their stacks, in ns since 1970."""
 CHECKPOINTS_FOLDER = "checkpoints"
 ATTEMPTS_FOLDER = "attempts"
 """Folder of the files of earlier attempts of a resumed run, `1/`, `2/`, ….
@@ -96,7 +98,8 @@ class DatasetIdentity:
 
     prefix: str
     sha256: str | None = None
-    """Hash of the `.bin` file, as recorded when the data set was made; None if it was not recorded."""
+    """Hash of the `.bin` file as the run read it (`Dataset.content_sha256`); None in records of older versions
+    if the data set had no manifest."""
 
 
 @dataclass(frozen=True)

@@ -264,7 +264,8 @@ def verify_pieces(
 def hash_weights(folder: Path) -> str:
     """Return a hash of a checkpoint's tensors: of their names, positions and the checksums of their values.
 
-    The files themselves differ if the same weights are written again, because they hold arguments and paths.
+    The hash of the files would not do: files with the same weights differ, because they hold arguments and
+    paths.
 
     Raises:
         DamagedCheckpointError: `.metadata` or an archive cannot be read.

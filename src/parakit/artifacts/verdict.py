@@ -56,6 +56,8 @@ class VerifyVerdict(Presented):
     tolerance: float | None = None
     source: str | None = None
     """File and line of the module's forward pass in the Megatron in use."""
+    changed: tuple[str, ...] = ()
+    """Changed files and lines of the Megatron checkout that are nearest to `source`, the nearest first."""
     iteration: int | None = None
     """Iteration in which the tensor is wrong. Weights before an iteration count as the iteration before."""
     confirmed: bool | None = None
@@ -79,6 +81,8 @@ class VerifyVerdict(Presented):
     """Tensor with an error slightly above its tolerance, while no module is wrong by itself."""
     logged: str | None = None
     """Sentence on the log's values: which ones were compared and held, or which one is wrong."""
+    in_fp32: str | None = None
+    """Sentence on the repetition of a bf16 verification in fp32; None if it was not repeated."""
     not_aligned: tuple[str, ...] = ()
     reason: str | None = None
     """Reason why nothing could be compared; None otherwise."""
@@ -112,10 +116,11 @@ class VerifyVerdict(Presented):
 
     @property
     def line(self) -> str:
-        """Line on a strategy that differs: stage, module, tensor, kind, source, element and command."""
+        """Line on a strategy that differs: stage, module, tensor, kind, change, source, element and command."""
         tensor = f"{self.stage}, {self.module} ({self.tensor}): {self.kind}"
+        change = f"you changed {self.changed[0]}" if self.changed else None
         logged = self.logged if self.stage is CaptureStage.LOG else None
-        details = "; ".join(filter(None, (self.source, self.worst, logged, self.command)))
+        details = "; ".join(filter(None, (change, self.source, self.worst, logged, self.command)))
         return f"{tensor}; {details}" if details else tensor
 
     def show(self, console: Console) -> None:

@@ -92,9 +92,9 @@ def capture(
         model: Model whose first tensor argument is [batch, sequence] or [batch, sequence, hidden].
         optimizer: Optimizer of all parameters of the model.
         folder: Folder of the capture; this rank's folder in it, `rank-<n>`, must not exist yet.
-        data: Group of this rank and the ranks that read other samples; None without data parallelism. Rank d
-            of D reads the global batch's micro batch m·D + d as its micro batch m.
-        tensor: Group of the ranks that share each module; None without tensor parallelism.
+        data: Data-parallel group of this rank; None without data parallelism. Rank d of D reads the global
+            batch's micro batch m·D + d as its micro batch m.
+        tensor: Tensor-parallel group of this rank; None without tensor parallelism.
         iteration: Number of the iteration. It must be equal in the captures that are compared.
         seeds: Number of repetitions. Only the reference of a comparison needs repetitions.
 

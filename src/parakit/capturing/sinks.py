@@ -259,9 +259,9 @@ class RoundingProbe:
     def write(self, tensor_key: TensorKey, tensor: torch.Tensor) -> None:
         """Compare a tensor with the written one, and keep the relative change of its norm.
 
-        Integers, tensors without a written counterpart and tensors of another shape are ignored. So is a
-        tensor with an infinity where the written tensor is finite: in fp16, other weights may overflow,
-        which is no response to rounding.
+        Integers, tensors without a written counterpart and tensors of another shape are ignored. A tensor with
+        an infinity where the written tensor is finite is ignored too. In fp16 the changed weights may overflow,
+        which says nothing about rounding.
         """
         before = self._stored.get(tensor_key) if tensor.is_floating_point() else None
         if before is None or before.shape != tensor.shape:
@@ -459,8 +459,8 @@ class _CopyWithGradientHook(torch.autograd.Function):
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the tensor's values as bytes; a contiguous CPU tensor is not copied.
 
-    `Tensor.numpy` is not used: torch never resizes the storage of a tensor after a call of it, but Megatron
-    resizes storages to free their memory.
+    `Tensor.numpy` is not used, because torch refuses to resize a storage after it, and Megatron resizes
+    storages to free their memory.
     """
     flat = tensor.detach().cpu().reshape(-1).contiguous()
     array = (ctypes.c_uint8 * flat.nbytes).from_address(flat.data_ptr())

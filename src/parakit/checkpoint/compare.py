@@ -90,7 +90,7 @@ def _open_tensors(contents: Contents) -> _ReadableTensors:
 def _compare_tensor(name: str, a: _ReadableTensors, b: _ReadableTensors) -> TensorRelation:
     """Compare the tensors of one name; a stacked tensor layer by layer.
 
-    The relation of a stacked tensor is that of the first layer that differs, with the number of such layers.
+    For a stacked tensor the result describes the first layer that differs, and states how many layers differ.
     """
     if not is_stacked(name):
         return _compare_values(name, a.read(name, None), b.read(name, None))

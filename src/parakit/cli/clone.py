@@ -43,8 +43,8 @@ def add_own_measurements(texts: Mapping[str, str]) -> VariableTexts:
 def add_own_runs(texts: Mapping[str, str]) -> VariableTexts:
     """Return the variables of a report with READINGS=, the file to which the report adds its runs.
 
-    READINGS= is not set for runs in another folder, because they may be somebody else's. If there are runs of
-    Slurm jobs, their ends are first recorded in their folders.
+    READINGS= is not set for runs in another folder, because they may be somebody else's. The ends of Slurm jobs
+    are first recorded in their run folders.
     """
     runs = ROOT / texts.get(RUNS.name, READ_RUNS.default)
     if any(runs.glob("*/job.json")):

@@ -263,9 +263,30 @@ def rewrite_as_variables(arguments: Sequence[str], command: Command) -> list[str
     return assignments
 
 
+_COMMON_ABBREVIATIONS = {
+    "--gbs": "--global-batch",
+    "--bs": "--global-batch",
+    "--batch": "--global-batch",
+    "--batch-size": "--global-batch",
+    "--global-batch-size": "--global-batch",
+    "--mbs": "--micro-batch",
+    "--micro-batch-size": "--micro-batch",
+    "--sequence-length": "--seq",
+    "--seq-length": "--seq",
+    "--precision": "--dtype",
+    "--devices": "--gpus",
+    "--num-gpus": "--gpus",
+    "--world-size": "--gpus",
+}
+"""Options of the kit by the names that Megatron and other trainers give them, which have too few letters in common."""
+
+
 def _describe_unknown_option(name: str, options: Iterable[str]) -> str:
     """Return the sentence that refuses an option, with the most similar option if there is one."""
-    similar = difflib.get_close_matches(name, options, n=1)
+    known = list(options)
+    similar = difflib.get_close_matches(name, known, n=1)
+    if _COMMON_ABBREVIATIONS.get(name) in known:
+        similar = [_COMMON_ABBREVIATIONS[name]]
     hint = f"did you mean {similar[0]}?" if similar else "see --help."
     return f"There is no option {name}; {hint}"
 
@@ -316,7 +337,18 @@ def refuse_unused_variables(names: Iterable[str], target: str, command: Command)
 
 _OTHER_PROGRAMS = (
     *("HF_*", "NCCL_*", "GLOO_*", "TP_SOCKET_*", "UCX_*", "FI_*", "CUDA_*", "NVIDIA_*", "TORCH*"),
-    *("OMP_*", "MKL_*", "DS_*", "WANDB_*", "SLURM_*", "SBATCH_*", "PYTHON*", "PIP_*", "UV_*"),
+    *(
+        "OMP_*",
+        "MKL_*",
+        "DS_*",
+        "WANDB_*",
+        "SLURM_CONF",
+        "SLURM_CLUSTERS",
+        "SBATCH_*",
+        "PYTHON*",
+        "PIP_*",
+        "UV_*",
+    ),
     *("http*", "HTTP*", "no_proxy", "NO_PROXY", "NO_COLOR", "COLUMNS", "SHELL", "KIT_*"),
     *("MEGATRON_URL", "VENV_PYTHON", "MEGATRON_LM_CHECKOUTS"),
 )
@@ -325,6 +357,19 @@ _OTHER_PROGRAMS = (
 
 class _Parser(ArgumentParser):
     """A parser that raises a SettingError with one sentence instead of ending the process."""
+
+    def parse_args(  # type: ignore[override]  # argparse declares two overloads; this is their union.
+        self, args: Sequence[str] | None = None, namespace: Namespace | None = None
+    ) -> Namespace:
+        """Parse a command line, and refuse its first unknown option with the name of the most similar option."""
+        parsed, unknown_arguments = self.parse_known_args(args, namespace)
+        for argument in unknown_arguments:
+            name = argument.partition("=")[0]
+            if name.startswith("--"):
+                raise SettingError(_describe_unknown_option(name, self._option_string_actions))
+        if unknown_arguments:
+            self.error(f"unrecognized arguments: {' '.join(unknown_arguments)}")
+        return parsed
 
     def error(self, message: str) -> NoReturn:
         raise SettingError(f"{message[:1].upper()}{message[1:]}; see --help.")
@@ -377,8 +422,8 @@ def _complete_values(
         parsed: The values of options, which is changed.
         command: The command.
         texts: Values of make variables as written, by name.
-        typed: The program and the command as the user wrote them, for a refusal.
-        variable_format: `{}=` for a refusal in make's form, `--{}` in that of options.
+        typed: The program and the command as the user wrote them, for an error message.
+        variable_format: How an error message writes a variable: `{}=` as in make, or `--{}` as an option.
 
     Raises:
         SettingError: A required variable is missing, or a value is not of its kind.

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         parse_nodes,
     )
     from parakit.cluster.sbatch import (
+        MODULES,
         OUTPUT_FILE,
         ArrayTask,
         BatchJob,
@@ -72,6 +73,7 @@ __all__ = [
     "IMAGE_PYTHON",
     "LOOPBACK",
     "MEGATRON_IN_IMAGE",
+    "MODULES",
     "OUTPUT_FILE",
     "RUN_FILES",
     "SINGLE_NODE",

@@ -19,6 +19,26 @@ OUTPUT_FILE = "slurm.txt"
 BASICS = ("HOME", "LANG", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER")
 """Variables that a job inherits from its submitter, besides the variables that ranks use."""
 
+MODULES = ("BASH_ENV", "MODULEPATH", "MODULESHOME", "LMOD_*", "LOADEDMODULES", "_LMFILES_")
+"""Variables of environment modules, which the shell lines of a site may load; `*` stands for any ending."""
+
+CPUS_PER_GPU = 4
+"""CPUs per GPU that a job asks for: a rank's own thread, two of its data loader, and one of NCCL."""
+MAX_RUNNING_TASKS = 8
+"""Elements of a job array that run at once, so that a sweep does not take a whole partition."""
+TIME_LIMIT = "04:00:00"
+"""Time limit of a job, because many partitions have none, or a short one, for jobs that state none."""
+
+DEFINE_MODULE = (
+    "# Slurm passes no shell functions on, so 'module' is defined anew where the site has it.",
+    'for file in "${BASH_ENV-}" "${MODULESHOME-}/init/bash" "${LMOD_PKG-}/init/bash" \\',
+    "  /etc/profile.d/{modules,lmod,z00_lmod}.sh; do",
+    "  # shellcheck source=/dev/null",
+    '  if ! declare -F module >/dev/null && [ -r "$file" ]; then . "$file" || :; fi',
+    "done",
+)
+"""Shell that defines the function `module` from the start-up file of environment modules or of Lmod."""
+
 MASTER_PORT = "export MASTER_PORT=$((SLURM_JOB_ID % 12000 + 20000))"
 """Shell that sets the port of the rendezvous.
 
@@ -64,6 +84,8 @@ class BatchJob:
     python: str
     inherited: tuple[str, ...] = ()
     """Names of the variables that ranks use, which the job inherits from the submitter."""
+    warning_seconds: int | None = None
+    """Time before the end of the job at which Slurm announces it by SIGUSR1, so that ranks save a checkpoint."""
     container: tuple[str, ...] = ()
     """Flags of srun that run ranks in the kit's image; empty to run them on the host."""
 
@@ -98,10 +120,11 @@ def render_batch_script(job: BatchJob) -> str:
         f"# {job.name} on {plural(job.slurm.nodes, 'node')}: the kit's launcher on each starts "
         "torchrun.",
         *(f"#SBATCH {line}" for line in _directives(job)),
+        f"# Passed on from the submitter, beside {' '.join(BASICS)}: {' '.join(job.inherited) or 'nothing'}.",
         "set -euo pipefail",
         *_redirect_output(job.tasks),
         # Environment modules and conda read variables that are not set, at which `set -u` would end the script.
-        *(("set +u", *job.slurm.setup, "set -u") if job.slurm.setup else ()),
+        *(("set +u", *DEFINE_MODULE, *job.slurm.setup, "set -u") if job.slurm.setup else ()),
         *_select_task(job.tasks),
         f"export PYTHONPATH={shlex.quote(PYTHON_PATH)}",
         "export NNODES=$SLURM_JOB_NUM_NODES RENDEZVOUS=c10d",
@@ -126,8 +149,10 @@ def _directives(job: BatchJob) -> Sequence[str]:
         f"--job-name={job.name}",
         f"--nodes={job.slurm.nodes}",
         "--ntasks-per-node=1",
-        f"--{_devices_option(job)}",
-        *((f"--array=0-{len(job.tasks) - 1}",) if is_array else ()),
+        *_resources(job),
+        f"--time={TIME_LIMIT}",
+        *((f"--signal=USR1@{job.warning_seconds}",) if job.warning_seconds else ()),
+        *((f"--array=0-{len(job.tasks) - 1}%{MAX_RUNNING_TASKS}",) if is_array else ()),
         f'--chdir="{ROOT}"',
         f'--output="{output}"',
         "--open-mode=append",
@@ -137,16 +162,25 @@ def _directives(job: BatchJob) -> Sequence[str]:
     )
 
 
-def _devices_option(job: BatchJob) -> str:
-    """Return Slurm's option for the devices per node, without dashes: GPUs, or CPUs of its only task."""
-    option = "gpus-per-node" if job.device is DeviceKind.GPU else "cpus-per-task"
-    return f"{option}={job.devices_per_node}"
+def _resources(job: BatchJob) -> tuple[str, ...]:
+    """Return the options of the devices and CPUs of a node. SLURM_GRES= names the GPUs itself."""
+    if job.device is DeviceKind.CPU:
+        return (_cpus_option(job),)
+    gpus = () if job.slurm.names_gres else (f"--gpus-per-node={job.devices_per_node}",)
+    return (*gpus, _cpus_option(job))
+
+
+def _cpus_option(job: BatchJob) -> str:
+    """Return the option of the CPUs of a node's only task: one per CPU rank, CPUS_PER_GPU per GPU."""
+    cpus_per_rank = CPUS_PER_GPU if job.device is DeviceKind.GPU else 1
+    return f"--cpus-per-task={cpus_per_rank * job.devices_per_node}"
 
 
 def _srun_options(job: BatchJob) -> tuple[str, ...]:
     """Return the options with which srun starts a launcher on each node."""
-    # srun does not inherit the CPUs per task from the job, so the option is repeated.
-    cpus = (f"--{_devices_option(job)}",) if job.device is DeviceKind.CPU else ()
+    # srun does not inherit the CPUs per task from the job, so the option is repeated. Those of a GPU job may be
+    # others in the site's or the user's lines; CPUS passes the job's number on.
+    cpus = (_cpus_option(job),) if job.device is DeviceKind.CPU else ()
     return ("--ntasks-per-node=1", *cpus, "--export=ALL", "--kill-on-bad-exit=0", *job.container)
 
 

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 import shlex
 from argparse import Namespace
@@ -42,6 +44,17 @@ They are used if the run itself could not record how it ended.
 STOPPED_BY_SLURM = ("TIMEOUT", "DEADLINE", "PREEMPTED")
 """States in which the launcher was only asked to stop, without a reason."""
 
+_SET_BY_SLURM = (
+    "SLURM_CONF",
+    "SLURM_CLUSTERS",
+    "SLURM_TIMELIMIT",
+    "SLURM_TIME_FORMAT",
+    "SLURM_JOB",
+)
+"""Beginnings of variables that Slurm's own programs read."""
+_MISSPELT = 0.85
+"""Similarity of two names (`difflib`) from which one counts as a misspelling of the other."""
+
 _VALUE = re.compile(r"[\w.,:+@/=-]+")
 _SPECIAL = re.compile(r"""[\s"'\\#]""")
 _DIRECTIVE = "#SBATCH"
@@ -59,6 +72,11 @@ class Slurm:
     image: str | None = None
     """The image for Pyxis: a squash file, or another value of `--container-image`; None for the kit's own."""
 
+    @property
+    def names_gres(self) -> bool:
+        """True if a directive asks for generic resources, so the GPUs of a node need no option of their own."""
+        return any(directive.startswith("--gres=") for directive in self.directives)
+
 
 def parse_slurm_options(arguments: Namespace) -> Slurm | None:
     """Return the options of a Slurm job by NODES=, SLURM_PARTITION= and the like; None without LAUNCHER=slurm.
@@ -68,6 +86,7 @@ def parse_slurm_options(arguments: Namespace) -> Slurm | None:
     """
     if getattr(arguments, "launcher", None) != "slurm":
         return None
+    _refuse_misspelt_variables(os.environ)
     site_directives, setup = _read_site(arguments.slurm_site)
     resource_directives = []
     for setting in settings.SLURM_RESOURCES:
@@ -82,6 +101,25 @@ def parse_slurm_options(arguments: Namespace) -> Slurm | None:
         setup=setup,
         image=arguments.slurm_image,
     )
+
+
+def _refuse_misspelt_variables(environment: Mapping[str, str]) -> None:
+    """Raise if the environment has a variable that is one of SLURM_SETTINGS but for a misspelling.
+
+    Slurm itself sets variables with similar names in a job, where nothing is checked.
+
+    Raises:
+        LaunchError: The variable would have no effect.
+    """
+    known = {setting.name for setting in settings.SLURM_SETTINGS}
+    if "SLURM_JOB_ID" in environment:
+        return
+    for name in sorted(environment):
+        if not name.startswith("SLURM_") or name in known or name.startswith(_SET_BY_SLURM):
+            continue
+        similar = difflib.get_close_matches(name, sorted(known), n=1, cutoff=_MISSPELT)
+        if similar:
+            raise LaunchError(f"There is no variable {name}; did you mean {similar[0]}=?")
 
 
 def split_directives(directives: Sequence[str]) -> tuple[str, ...]:

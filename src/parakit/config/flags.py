@@ -37,9 +37,9 @@ def format_flags(flags: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
-    """Join groups of flags, each flag once: a later one replaces an earlier one with its values.
+    """Join groups of flags. If a flag occurs several times, only the last one stays, with its values.
 
-    argparse takes the last one as well; a command that names each flag once is easier to read.
+    argparse takes the last one too, so the shorter command means the same.
     """
     merged: dict[str, list[str]] = {}
     for arguments in groups:

@@ -399,10 +399,9 @@ class RunSpec:
     def one_layer_per_stage(self) -> RunSpec:
         """This run with one layer per stage and the smallest data parallelism that EP allows.
 
-        Time and stored bytes of one layer are computed from it and cached. Choices on which they do
-        not depend have fixed values, so that runs with equal layers share the cached result: no
-        virtual stages, sharding or offloading, and one micro batch per replica. If the run fully
-        recomputes any layer, the layer is recomputed.
+        Time and stored bytes of one layer are computed from it and cached. All other choices get fixed values:
+        no virtual stages, sharding or offloading, and one micro batch per replica. So runs with equal layers
+        share one cached result. If the run fully recomputes any layer, the layer is recomputed.
         """
         split, samples = self.parallelism, self.batch.micro_batch_size
         data = max(1, split.expert // split.context)

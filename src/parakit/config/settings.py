@@ -125,7 +125,8 @@ RUNTIME = Setting(
     "docker or host",
     "docker or host; CPU ranks run on the host unless docker is asked for",
 )
-IMAGE = Setting("IMAGE", "an NGC tag", "one of docker/versions.env")
+IMAGE = Setting("IMAGE", "an NGC tag", "a tag of docker/versions.env, 25.06-py3 to 26.06-py3")
+BASE_IMAGE = Setting("BASE_IMAGE", TEXT, "nvcr.io/nvidia/pytorch on a mirror registry, without tag")
 HOST_NETWORK = Setting("HOST_NETWORK", SWITCH, "1 gives containers this host's network", False)
 SHARE_GPU = Setting("SHARE_GPU", SWITCH, "1 puts all ranks on one GPU", False)
 NET = Setting(
@@ -145,6 +146,11 @@ SAVE_EVERY = Setting(
     "SAVE_EVERY", "a whole number of iterations above 0", "iterations between checkpoints"
 )
 KEEP = Setting("KEEP", NUMBER, "checkpoints to keep ({default})", 2)
+GRACE = Setting(
+    "GRACE",
+    "a whole number of seconds above 0",
+    "seconds for a last checkpoint when the run is stopped (as long as saves took)",
+)
 ASYNC_SAVE = Setting("ASYNC_SAVE", SWITCH, "1 saves in the background, on GPUs", False)
 RUN_FOLDER = Setting("RUN_FOLDER", FOLDER, "an existing folder for this run")
 RUN = Setting("RUN", TEXT, "a run folder")
@@ -172,7 +178,8 @@ NODES = Setting("NODES", NUMBER, "machines")
 SLURM_PARTITION = Setting("SLURM_PARTITION", TEXT, "as in sbatch")
 SLURM_ACCOUNT = Setting("SLURM_ACCOUNT", TEXT, "as in sbatch")
 SLURM_QOS = Setting("SLURM_QOS", TEXT, "as in sbatch")
-SLURM_TIME = Setting("SLURM_TIME", TEXT, "as in sbatch")
+SLURM_TIME = Setting("SLURM_TIME", TEXT, "as in sbatch (04:00:00)")
+SLURM_GRES = Setting("SLURM_GRES", TEXT, "GPUs of a node as in sbatch, gpu:h200:8")
 SLURM_LINES = Setting("SLURM_LINES", TEXT, 'further sbatch options, "--exclusive"')
 SLURM_IMAGE = Setting("SLURM_IMAGE", TEXT, "container image, for Pyxis")
 SLURM_SITE = Setting("SLURM_SITE", TEXT, "file of shell lines for every job (site.slurm)")
@@ -332,6 +339,7 @@ SCRAPE = Setting(
 )
 LOGS = Setting("LOGS", "words", "training logs, wherever made; repeats as tp2=1.log,2.log", ())
 NAME = Setting("NAME", PLAIN_NAME, "name of the report or sweep")
+CHAPTER = Setting("CHAPTER", TEXT, "chapter of the tutorial: dp, tp, sp, cp, pp or ep (all)")
 BASELINE = Setting("BASELINE", TEXT, "an earlier report to compare with")
 DEVICE = Setting("DEVICE", TEXT, "GPU that the logs were made on, such as h100")
 STRICT = Setting(
@@ -358,7 +366,7 @@ TOKENIZER = Setting(
     "gpt2, or a folder with tokenizer.json",
     make_equivalent='ARGS="--tokenizer FOLDER"',
 )
-INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet")
+INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet; .txt")
 
 # Options without a variable of their own.
 ARGS = Setting(
@@ -366,7 +374,7 @@ ARGS = Setting(
 )
 
 NODE_SETTINGS = (NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT, RENDEZVOUS)
-SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME)
+SLURM_RESOURCES = (SLURM_PARTITION, SLURM_ACCOUNT, SLURM_QOS, SLURM_TIME, SLURM_GRES)
 """Options of sbatch, named without `SLURM_`."""
 SLURM_SETTINGS = (LAUNCHER, NODES, *SLURM_RESOURCES, SLURM_LINES, SLURM_IMAGE, SLURM_SITE)
 

@@ -29,7 +29,7 @@ LASTING = (
 COMPARED = (v.ITERS, *LASTING, v.REPEATS)
 """Variables of a comparison whose batches follow from its definition."""
 TRAINING = (*COMPARED, *BATCH)
-SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE)
+SAVING = (v.SAVE_EVERY, v.KEEP, v.ASYNC_SAVE, v.GRACE)
 ONE_RUN = (*TRAINING, v.BACKEND, *SAVING)
 TRAIN = (*ONE_RUN, v.MODEL, v.RUN_FOLDER, *v.NODE_SETTINGS, *v.SLURM_SETTINGS)
 """Variables of a training target: all that concern one run."""

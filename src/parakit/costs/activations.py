@@ -65,8 +65,8 @@ def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
     """Return the bytes that a virtual stage of `layers` layers stores on the device per micro
     batch.
 
-    The first `dense` layers are dense. All offloaded tensors are taken to be those of layers with
-    experts.
+    The first `dense` layers are dense, and the others have experts. Only layers with experts are assumed to be
+    offloaded.
     """
     # Full recomputation covers the first layers of the stage. Each of its checkpoints stores one
     # input. The layers after the last checkpoint store all activations.
@@ -307,11 +307,10 @@ def _mtp_joining_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """Yield the stored tensors of a layer of multi-token prediction besides those of its
     transformer layer.
 
-    They are the inputs of three norms (embeddings, preceding hidden states, the layer's output),
-    the projection's input, which is as wide as the first two together, and its part of the output
-    layer's input, which is one tensor for all MTP layers (`multi_token_prediction.py`). With
-    recomputation, only the first two norms' inputs and the output layer's input are stored; one of
-    them is counted with the layer.
+    Three norms store their inputs: embeddings, preceding hidden states and the layer's output. The projection
+    stores its input, which is twice as wide. The output layer has one input for all MTP layers, of which each
+    layer counts its part (`multi_token_prediction.py`). With recomputation, only the first two norms' inputs
+    and the output layer's input are stored; one of them is counted with the layer.
 
     The layer's input is a view of the projection's output, which sequence parallelism does not
     split.
@@ -383,9 +382,8 @@ def _attention_output(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
 def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
     """Yield the stored tensors of latent attention.
 
-    They are the low-rank queries, keys and values before and after a norm, and the full queries,
-    keys and values with the rotary part repeated per head, as they are multiplied
-    (`multi_latent_attention.py`).
+    Stored are the low-rank queries, keys and values before and after a norm. The full queries, keys and values
+    are stored too, with the rotary part repeated per head (`multi_latent_attention.py`).
     """
     tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("mla_up_proj",)
     normed_modules = modules if spec.fused_norms else ()

@@ -299,7 +299,9 @@ def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _sharding_rules(spec: RunSpec) -> Iterator[str]:
-    """Yield why the sharding is impossible with the other choices, one sentence per reason."""
+    """Yield one sentence per reason why Megatron refuses the sharding (ZeRO or FSDP) together with the run's
+    other options.
+    """
     parallelism = spec.parallelism
     sharding, pipeline = parallelism.sharding, parallelism.pipeline
     if spec.state_types.precision_aware and not sharding:

@@ -368,11 +368,10 @@ def keeps_quantised_weights(spec: RunSpec) -> bool:
 def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, unquantised_bytes: int) -> int:
     """Return the bytes of quantised linear weights, minus those of weights that they replace.
 
-    Each module stores its weights twice, as forward and as backward reads them (row by row and
-    transposed), over an iteration's micro batches; biases are counted too. The quantised weights
-    are stored besides weights of `unquantised_bytes` bytes per parameter, or replace them. Weights
-    that are gathered on demand store no quantised copy (`--keep-fp8-transpose-cache` is off by
-    default).
+    Each module stores two copies of its weights over an iteration's micro batches: row by row for forward, and
+    transposed for backward. Biases are counted too. The quantised weights are stored besides weights of
+    `unquantised_bytes` bytes per parameter, or replace them. Weights that are gathered on demand store no
+    quantised copy (`--keep-fp8-transpose-cache` is off by default).
     """
     if not spec.fp8_recipe or spec.parallelism.sharding.shards_weights:
         return 0
@@ -406,8 +405,8 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
 def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the bytes of offloaded tensors that are still on the device when backward begins.
 
-    They are the last group of each module, later replaced by the groups that backward reads next,
-    and the bytes that later stages keep on request.
+    Each module keeps its last group of activations, and later the groups that backward reads next. Bytes that
+    later stages keep on request are added.
     """
     layers_per_chunk = spec.layers_per_chunk(pipeline_rank)
     last_layers = next((layers for layers in reversed(layers_per_chunk) if layers), 0)
@@ -625,9 +624,9 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
 def _allocator_bytes(spec: RunSpec, gradient_copies: int, is_last: bool) -> tuple[int, int]:
     """Return the bytes that are never returned, and those in blocks that are empty at the peak.
 
-    The empty blocks are those of the update's copies of gradients, `gradient_copies` bytes, and on
-    the last pipeline rank those of the logits. The caching allocator returns them to the device
-    before it runs out of memory (`c10/cuda/CUDACachingAllocator.cpp: release_cached_blocks`).
+    The empty blocks held the update's copies of gradients (`gradient_copies` bytes) and, on the last pipeline
+    rank, the logits. The caching allocator returns them to the device before it runs out of memory
+    (`c10/cuda/CUDACachingAllocator.cpp: release_cached_blocks`).
     """
     if spec.device is DeviceKind.CPU:
         return CPU_PROCESS_BYTES, 0

@@ -62,9 +62,8 @@ _GLOO_SEGMENT_BYTES = 1 << 20
 def describe_algorithm(operation: Operation, transport: Transport = Transport.NCCL) -> str:
     """Return a description of the algorithm that `wire_bytes` assumes for an operation.
 
-    NCCL uses rings. gloo's algorithms are those of its `allreduce.cc`, `allgather.cc`,
-    `broadcast.cc` and `reduce.cc`, and of torch's `ProcessGroupGloo`, which has no reduce-scatter
-    of its own.
+    NCCL uses rings. The algorithms of gloo are read from its `allreduce.cc`, `allgather.cc`, `broadcast.cc` and
+    `reduce.cc`, and from torch's `ProcessGroupGloo`.
     """
     return (_GLOO if transport is Transport.GLOO else _NCCL)[operation]
 

@@ -29,9 +29,9 @@ class Sent(Protocol):
 def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_second: float) -> float:
     """Return the seconds per iteration that the link is busy in each direction.
 
-    Nothing overlaps with the transfers. Half of the ranks, in order, are on each side. A ring that
-    crosses the link sends over the link what each of its ranks sends; groups on one side do not use
-    the link. All rings share the link's rate.
+    Nothing overlaps with the transfers. Half of the ranks, in order, are on each side. A ring that crosses the
+    link sends as many bytes over it as each rank sends. Groups on one side do not use the link. All rings share
+    the link's rate.
     """
     per_node, sent = parallelism.world_size // NUM_NODES, 0
     for call in calls:

@@ -271,10 +271,10 @@ def _end_tensors(
 ) -> Iterator[_Tensor]:
     """Yield the parameter tensors of a pipeline stage, or of the full model, outside transformer layers.
 
-    The first stage has the embeddings. The last stage has the final norm and the output layer; with one
-    stage and tied embeddings, the output layer has no tensor of its own. With multi-token prediction
-    (MTP), the last stage also has the blocks that join tokens and hidden states, and a copy of the
-    embeddings if it is not the first stage, too.
+    The first stage has the embeddings. The last stage has the final norm and the output layer; with one stage
+    and tied embeddings, the output layer has no tensor of its own. With multi-token prediction (MTP), the last
+    stage also has the blocks that join tokens and hidden states. Unless it is the first stage too, it has a
+    copy of the embeddings.
 
     Args:
         shape: The model.

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
         write_index,
         write_manifest,
     )
-    from parakit.data.inputs import HUB_CACHES, HUB_PREFIX, find_input_files
+    from parakit.data.inputs import (
+        HUB_CACHES,
+        HUB_PREFIX,
+        find_default_hub_cache,
+        find_input_files,
+    )
     from parakit.data.merge import join_datasets, merge_datasets
     from parakit.data.split import (
         EVAL_ITERATIONS_FLAG,
@@ -72,6 +77,7 @@ __all__ = [
     "describe_counts",
     "describe_draws",
     "divide_into_parts",
+    "find_default_hub_cache",
     "find_input_files",
     "idx_path",
     "join_datasets",

@@ -17,6 +17,8 @@ This module imports no torch.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,8 +43,11 @@ CHUNK = 1 << 20
 TokenType = np.dtype[Any]
 IntArray = NDArray[Any]
 
+FULLY_HASHED_BYTES = 1 << 30
+"""Size up to which a file is hashed from its first to its last byte if no manifest states its hash."""
+
 _NUM_SAMPLES = 64
-"""Ranges of tokens that `largest_token` looks at."""
+"""Ranges of a `.bin` that `largest_token` looks at, and that the hash of a large file covers."""
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
 """Types of token ids; the header stores the type's position in this tuple, counted from 1."""
@@ -89,6 +94,8 @@ class RunIdentity:
     """Bytes of input between two commits."""
     max_document_bytes: int | None
     """Limit above which a document is left out; None is no limit."""
+    text_documents: str | None = None
+    """Stretch of a `.txt` file that is one document; None if no input is a `.txt` file of plain text."""
 
 
 @dataclass(frozen=True)
@@ -162,9 +169,28 @@ class Dataset:
         return self.manifest.bin_sha256 if self.manifest else None
 
     @property
+    def content_sha256(self) -> str:
+        """Hash of the present `.bin`: the manifest's if no file is newer, else computed (`hash_file`)."""
+        manifest = self._current_manifest
+        return manifest.bin_sha256 if manifest else hash_file(self.bin_path)
+
+    @property
     def index_sha256(self) -> str:
-        """Hash of the `.idx`: the manifest's, or computed from the file if there is no manifest."""
-        return self.manifest.idx_sha256 if self.manifest else compute_sha256(self.idx_path)
+        """Hash of the present `.idx`: the manifest's if no file is newer, else computed (`hash_file`)."""
+        manifest = self._current_manifest
+        return manifest.idx_sha256 if manifest else hash_file(self.idx_path)
+
+    @property
+    def _current_manifest(self) -> Manifest | None:
+        """The manifest; None if there is none, or if a file was written after the manifest.
+
+        Another tool may have replaced the files. Their counts can still be those of the manifest.
+        """
+        if self.manifest is None:
+            return None
+        written_ns = manifest_path(self.prefix).stat().st_mtime_ns
+        newest_ns = max(path.stat().st_mtime_ns for path in (self.idx_path, self.bin_path))
+        return self.manifest if newest_ns <= written_ns else None
 
     @property
     def stored(self) -> IntArray:
@@ -212,6 +238,30 @@ class Dataset:
 def _map_index_array(path: Path, dtype: str, *, offset: int, count: int) -> IntArray:
     """Return `count` numbers of an `.idx`, mapped from `offset` bytes after the header."""
     return np.memmap(path, dtype, "r", _HEADER.size + offset, (count,))
+
+
+def hash_file(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal.
+
+    If the file is larger than FULLY_HASHED_BYTES, the hash covers its size and `_NUM_SAMPLES` ranges of
+    1 MiB, spread from its first to its last byte, and the result starts with `sampled-`. An unchanged file
+    is read once per process.
+    """
+    status = path.stat()
+    return _hash_unchanged_file(path, status.st_size, status.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=64)
+def _hash_unchanged_file(path: Path, size_bytes: int, _modified_ns: int) -> str:
+    """Return the hash of `hash_file`. The size and the time stamp tell versions of the file apart."""
+    if size_bytes <= FULLY_HASHED_BYTES:
+        return compute_sha256(path)
+    digest = hashlib.sha256(str(size_bytes).encode())
+    with path.open("rb") as stream:
+        for start in np.linspace(0, size_bytes - CHUNK, _NUM_SAMPLES).astype(np.int64):
+            stream.seek(int(start))
+            digest.update(stream.read(CHUNK))
+    return f"sampled-{digest.hexdigest()}"
 
 
 def iterate_chunks(count: int) -> Iterator[slice]:
@@ -455,7 +505,7 @@ def _check_sizes(dataset: Dataset) -> int:
 def _check_size(path: Path, expected_bytes: int, source: str) -> None:
     """Raise DatasetError if the file has another size.
 
-    `source` is the clause that says where the expected size comes from, such as "its header asks for".
+    `source` is the end of the error's sentence, such as "its header asks for".
     """
     actual_bytes = path.stat().st_size
     if actual_bytes != expected_bytes:

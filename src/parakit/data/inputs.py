@@ -6,6 +6,7 @@ An input is a file, a folder, a glob pattern or, with `HUB_PREFIX`, a data set o
 from __future__ import annotations
 
 import glob
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -17,13 +18,28 @@ HUB_CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE")
 """Environment variables by which users set the folders of the hub's cache."""
 INPUT_SUFFIXES = (".jsonl", ".json", ".gz", ".zst", ".zstd", ".parquet")
 """Suffixes of the files that are read if an input is a folder."""
+TEXT_SUFFIX = ".txt"
+"""Suffix of the files that are read if a folder holds none of INPUT_SUFFIXES, beside which they may be notes."""
+
+
+def find_default_hub_cache(name: str) -> Path | None:
+    """Return the folder of the hub's default cache if it holds files of the data set `name`, else None.
+
+    It is also None if the user has named a cache (HUB_CACHES), which the hub's client then uses instead.
+    """
+    if any(os.environ.get(variable) for variable in HUB_CACHES):
+        return None
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = caches / "huggingface" / "hub"
+    snapshots = folder / f"datasets--{name.replace('/', '--')}" / "snapshots"
+    return folder if any(snapshots.glob("*/*")) else None
 
 
 def find_input_files(patterns: Iterable[str]) -> tuple[Path, ...]:
     """Return the files that the inputs name, in the order of the inputs.
 
-    A folder gives all its files with one of INPUT_SUFFIXES, at any depth and sorted; a glob pattern gives
-    its matches, sorted.
+    A folder gives all its files with one of INPUT_SUFFIXES, at any depth and sorted, or else all its `.txt`
+    files. A glob pattern gives its matches, sorted.
 
     Args:
         patterns: Values of `--input`: paths of files and folders, and glob patterns.
@@ -41,16 +57,17 @@ def find_input_files(patterns: Iterable[str]) -> tuple[Path, ...]:
                 "that. Archives (.gz, .zst) are read as they are."
             )
         if path.is_dir():
-            matches = sorted(
-                file for file in path.rglob("*") if file.suffix in INPUT_SUFFIXES and file.is_file()
-            )
+            files_below = sorted(file for file in path.rglob("*") if file.is_file())
+            matches = [file for file in files_below if file.suffix in INPUT_SUFFIXES]
+            matches = matches or [file for file in files_below if file.suffix == TEXT_SUFFIX]
         elif path.exists():
             matches = [path]
         else:
             names = glob.glob(pattern, recursive=True)  # noqa: PTH207
             matches = sorted(Path(name) for name in names)
         if not matches:
-            lack = f"no file ending in {', '.join(INPUT_SUFFIXES)}" if path.is_dir() else "nothing"
+            suffixes = ", ".join((*INPUT_SUFFIXES, TEXT_SUFFIX))
+            lack = f"no file ending in {suffixes}" if path.is_dir() else "nothing"
             raise DatasetError(f"--input {pattern} matches {lack}; check the path.")
         files += matches
     return tuple(files)

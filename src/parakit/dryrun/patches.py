@@ -37,7 +37,7 @@ def _all_gather_object(gathered: list[Any], item: Any, _: Any = None, **__: Any)
 
 
 def _build_converter(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.nn.Module]]:
-    """Return a replacement of `Module.half` or `Module.bfloat16`, which convert a module's dtype.
+    """Return a replacement of `Module.half` or `Module.bfloat16`, the methods that convert a module's dtype.
 
     torch swaps fake parameters in place, which fails if a weak reference to them exists. The replacement creates new
     parameters with the attributes that Megatron set on the old ones.

@@ -112,8 +112,8 @@ class IterationWatch:
     def report(self, seconds: float) -> RankReport:
         """Return the report of the iteration, which took `seconds`.
 
-        It has the calls from `train_step` to the end of logging, as a real run counts them, the live bytes at the
-        moment of the peak, and the most forwards that waited for their backward at once.
+        The report has the calls from `train_step` to the end of logging, as a real run counts them. It has the
+        live bytes at the moment of the peak. It also has the largest number of micro batches in flight.
         """
         steps = {"forward-compute": 1, "backward-compute": -1}
         assert self._memory.result is not None

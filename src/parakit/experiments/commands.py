@@ -14,6 +14,7 @@ from parakit.config.errors import LaunchError
 from parakit.experiments.definition import SWEEP, Experiment
 from parakit.experiments.engine import Output, Study, run_experiment
 from parakit.experiments.load import AXES, load_experiment, load_sweep
+from parakit.experiments.tutorial.commands import is_tutorial, run_tutorial
 from parakit.experiments.verify.command import verify
 from parakit.experiments.verify.pairs import PREFIX
 from parakit.experiments.zero_prediction import predict_zero
@@ -21,6 +22,9 @@ from parakit.formatting.terminal import say
 from parakit.formatting.units import joined
 from parakit.launch import Options, parse_target
 from parakit.reporting import Entry
+
+PUBLISHED = "published"
+"""Name of the experiment with the six runs of the H200 notes."""
 
 PREDICTIONS: dict[str, Callable[[Namespace], int]] = {"zero": predict_zero}
 """Functions that predict an experiment without training, by the experiment's name."""
@@ -51,10 +55,14 @@ def run_named_experiment(
             experiment has no prediction, or DTYPE= or JSON= is set without GPU=.
         ValueError: The prediction fails.
     """
+    if is_tutorial(name):
+        return run_tutorial(name, given or Namespace(), options, console)
+    if getattr(given, "chapter", None):
+        raise LaunchError(f"CHAPTER= is of the tutorial, not of {name}; add NAME=tutorial.")
     if given is not None and getattr(given, "gpu", None):
         if name not in PREDICTIONS:
             raise LaunchError(
-                f"GPU= predicts the experiment {joined(list(PREDICTIONS))}, not {name}; leave it out."
+                f"GPU= predicts the experiments {joined([*PREDICTIONS, 'tutorial'])}, not {name}; leave it out."
             )
         return PREDICTIONS[name](given)
     for variable in ("dtype", "json"):
@@ -66,6 +74,27 @@ def run_named_experiment(
     target = getattr(given, "target", None)
     trained = parse_target(target) if target else None
     return _run_experiment(load_experiment(name, options, model, trained), console)
+
+
+def reproduce(given: Namespace, options: Options, console: Console) -> int:
+    """Train the published runs that NAME= names: the six of the H200 notes, or those of the tutorial.
+
+    Raises:
+        LaunchError: NAME= is neither, a variable of the tutorial is set without it, or the runs cannot work here.
+    """
+    name = given.name or PUBLISHED
+    if name != PUBLISHED and not is_tutorial(name):
+        raise LaunchError(
+            f"NAME={name} was not published; reproduce has {PUBLISHED} and tutorial, and 'make experiment "
+            f"NAME={name}' runs a file of examples/experiments."
+        )
+    if name == PUBLISHED:
+        for variable in ("devices", "model"):
+            if getattr(given, variable, None):
+                raise LaunchError(
+                    f"{variable.upper()}= is for the tutorial; add NAME=tutorial, or leave it out."
+                )
+    return run_named_experiment(name, options, console, given=given)
 
 
 def run_parity_check(options: Options, console: Console, verify: bool = False) -> int:

@@ -80,9 +80,14 @@ class Study:
     def write_report(self) -> int:
         """Write the report of all runs (`python -m parakit report`); return 0 if all ended well.
 
-        Without runs nothing is written, and 1 is returned.
+        The runs of a cell with a label are a row of that name. Without runs nothing is written, and 1 is returned.
         """
-        folders = [str(folder) for result in self.results for folder in result.folders]
+        folders: list[str] = []
+        for result in self.results:
+            names = list(map(str, result.folders))
+            if result.cell.label and names:
+                names = [f"{result.cell.label}={','.join(names)}"]
+            folders += names
         if not folders:
             return 1
         options = ("--name", self.experiment.report, "--reports", relative_to_root(self.reports))

@@ -93,7 +93,7 @@ def load_experiment(
 
 
 def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experiment:
-    """Load the sweep of `NAME.yaml`, or that of `sweep.yaml` if there is no such file, over the caller's axes.
+    """Load a sweep over the caller's axes from `NAME.yaml`, or from `sweep.yaml` if there is no such file.
 
     Args:
         name: Name of the sweep.
@@ -292,8 +292,8 @@ class _Loader:
     def _merge_shared_options(self, model: Model, device: DeviceKind) -> Options:
         """Return the options of all cells with this model and kind of devices.
 
-        The file's fixed variables count most, then the caller's, then the file's defaults: those of the model, of
-        the device, of all cells, and of the batch, in this order.
+        Variables that the file fixes come first, then the caller's variables, then the file's defaults.
+        Defaults of the model precede defaults of the device, of all cells and of the batch.
         """
         file, unset = self.file, Options()
         default_fields: dict[str, Any] = {}

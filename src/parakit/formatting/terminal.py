@@ -42,8 +42,8 @@ def say_markdown(console: Console, text: str) -> None:
 def exit_with(main: Callable[[], int]) -> NoReturn:
     """Run `main` and exit the process with the status that `main` returns.
 
-    Ctrl-C gives status 130, and a closed pipe, such as that of `| head`, gives 141. Neither prints a
-    traceback. Other exceptions are not caught.
+    Ctrl-C gives status 130. A closed pipe, as after `| head`, gives 141. Neither prints a traceback. Other
+    exceptions are not caught.
     """
     try:
         status = main()

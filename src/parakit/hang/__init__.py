@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from parakit.hang.dumps import UnreadableDumpError
     from parakit.hang.gather import gather_evidence
     from parakit.hang.order import find_mismatch
+    from parakit.hang.slow import SlowRank, find_slow_rank
     from parakit.hang.verdict import HangKind, HangOutcome, HangVerdict, judge_hang
 else:
     __getattr__ = lazy_names(__name__, __file__)
@@ -22,9 +23,11 @@ __all__ = [
     "HangKind",
     "HangOutcome",
     "HangVerdict",
+    "SlowRank",
     "UnreadableDumpError",
     "diagnose_hang",
     "find_mismatch",
+    "find_slow_rank",
     "gather_evidence",
     "judge_hang",
 ]

@@ -36,10 +36,10 @@ class RankBehind:
 
 
 def find_ranks_behind(waits: Waits) -> list[RankBehind]:
-    """Return the ranks behind their peers in what NCCL completed, in order; empty if there are none.
+    """Return the ranks that completed fewer NCCL calls than their peers, sorted; empty if there are none.
 
-    Only collectives count that every rank of the group entered. A rank that is behind by a single call
-    is left out: a call of another size ends the same way, and then the rank that is behind is right.
+    Only collectives count that every rank of the group entered. A rank that is behind by a single call is left
+    out, because a call with a wrong size on another rank looks the same.
     """
     calls_by_rank: dict[int, list[tuple[RecordedCall, tuple[int, ...]]]] = {}
     for rank, call, peers in _calls_completed_by_peers(waits):

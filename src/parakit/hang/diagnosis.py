@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 
+_UNPRINTED_FIELDS = ("chain", "next_step")
+"""Fields of a verdict that `JSON=1` does not print."""
+
+
 @dataclass(frozen=True, repr=False)
 class HangDiagnosis(Presented):
     """The verdict on a job that hangs, and the evidence that the verdict follows from."""
@@ -38,7 +42,8 @@ class HangDiagnosis(Presented):
     def text(self) -> str:
         """Lines for a terminal: the verdict, its kind with the next step, who waits for whom, the watchdog's line."""
         verdict = self.verdict
-        kind = [f"Kind: {verdict.kind}. {verdict.next_step}"] if verdict.kind else []
+        parts = [f"Kind: {verdict.kind}." if verdict.kind else "", verdict.next_step]
+        kind = [" ".join(filter(None, parts))] if any(parts) else []
         chain = [f"  {wait}" for wait in verdict.chain]
         watchdog = [f"Watchdog: {line}" for line in self.evidence.timed_out[:1]]
         return "\n".join([verdict.sentence, *kind, *chain, *watchdog])
@@ -50,7 +55,8 @@ class HangDiagnosis(Presented):
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `parakit why-hang --json` prints."""
-        return {name: value for name, value in asdict(self.verdict).items() if name != "chain"}
+        fields = asdict(self.verdict)
+        return {name: value for name, value in fields.items() if name not in _UNPRINTED_FIELDS}
 
 
 def diagnose_hang(paths: Sequence[Path]) -> HangDiagnosis:

@@ -21,6 +21,14 @@ class Frame(NamedTuple):
     line: int
 
 
+class ThreadStack(NamedTuple):
+    """A thread of a rank besides the main one."""
+
+    name: str
+    frames: tuple[Frame, ...]
+    """Innermost first."""
+
+
 FOLDERS_THAT_COUNT_CALLS = ("parakit/accounting/", "tools/ledger/")
 """Folders of the code that counts communication calls. Every call passes through its frames.
 
@@ -32,6 +40,9 @@ def counts_calls(file: str) -> bool:
     """Return True if a frame's source file belongs to the code that counts communication calls."""
     return any(folder in file for folder in FOLDERS_THAT_COUNT_CALLS)
 
+
+UNKNOWN_OPERATION = "collective"
+"""Operation of a call of which a log has only the number."""
 
 Signature = tuple[object, ...]
 """Group, operation, sizes, dtypes and innermost frames of a call. Ranks of a group make equal ones."""
@@ -63,6 +74,8 @@ class RecordedCall:
     """The peer's rank in the group, for a point-to-point call; None if unknown."""
     frames: tuple[Frame, ...] = ()
     """Frames of Megatron and of the user's code, innermost first."""
+    is_reported: bool = False
+    """True if a line of a log reports the call. The lines of other ranks may be missing there."""
 
     def __str__(self) -> str:
         return f"{self.operation} no. {self.number}" if self.number else self.operation
@@ -89,6 +102,9 @@ class Progress(NamedTuple):
     """Number of the last collective that the rank's device completed."""
 
 
+ComparedCalls = tuple[tuple[int, RecordedCall], tuple[int, RecordedCall]]
+"""Two ranks, each with its call, that torch compared and found to differ."""
+
 _OPERATIONS_OF_ANY_SIZE = ("all_to_all",)
 """Operations whose sizes depend on the data, such as on the tokens per expert."""
 SIGNATURE_FRAMES = 6
@@ -103,7 +119,11 @@ class RankEvidence:
     calls: tuple[RecordedCall, ...] = ()
     """The last recorded calls, in the order in which the rank made them."""
     stack: tuple[Frame, ...] = ()
-    """Frames of the main thread, innermost first."""
+    """Frames of the main thread, innermost first.
+
+    If the main thread waits for autograd, the frames of autograd's thread come first."""
+    communicating_threads: tuple[ThreadStack, ...] = ()
+    """Other threads that are in a collective, such as that of an asynchronous save."""
     dumped_ns: int | None = None
     """Time of the dump of calls in ns since 1970; None if unknown."""
     is_stopped: bool = False
@@ -222,6 +242,14 @@ class HangEvidence:
     """Work of a pipeline stage; None if unknown, or if there are virtual stages."""
     is_over: bool = False
     """True if the job failed, so that its ranks were ended wherever they were."""
+    compared: tuple[ComparedCalls, ...] = ()
+    """Pairs of calls that torch compared and found to differ, by the logs."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """Sentences on ranks that ended by themselves, by the logs: a signal killed them, or they raised an error."""
+    stuck: tuple[int, ...] = ()
+    """Ranks whose watchdog was blocked, by the logs."""
+    asked_ns: int | None = None
+    """Time at which the ranks were asked for their stacks, in ns since 1970; None if unknown."""
 
     def get_rank(self, rank: int) -> RankEvidence:
         """Return the evidence of a rank; empty evidence if the rank left nothing."""

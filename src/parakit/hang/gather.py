@@ -10,13 +10,14 @@ import resource
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
 import psutil
 
 from parakit.artifacts.run import (
+    ASKED_FILE,
     HANG_REASON_PREFIX,
     RUN_FILE,
     STOPPED_FILE,
@@ -26,23 +27,37 @@ from parakit.artifacts.run import (
 )
 from parakit.config.run import RunSpec
 from parakit.hang.dumps import UnreadableDumpError, read_dump
-from parakit.hang.evidence import GroupOfRanks, HangEvidence, RankEvidence, RecordedCall, StepStage
-from parakit.hang.texts import (
+from parakit.hang.evidence import (
+    UNKNOWN_OPERATION,
+    ComparedCalls,
+    GroupOfRanks,
+    HangEvidence,
+    RankEvidence,
+    RecordedCall,
+    StepStage,
+)
+from parakit.hang.texts import RankStacks, is_stacks, read_stacks
+from parakit.hang.waits import is_in_collective, is_in_recorded_collective
+from parakit.hang.watchdog import (
     MONITORED_BARRIER,
     WORLD,
     ReportedTimeout,
-    is_stacks,
-    read_stacks,
+    WatchdogLog,
     read_watchdog,
 )
-from parakit.logs import parse_printed_spec, scrape_log
+from parakit.logs import diagnose_log, parse_printed_spec, scrape_log
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30
 """Addresses that reading may allocate. A small hostile pickle can ask for any amount of memory."""
 
 _RANK = re.compile(r"rank[_\-. ]?(\d+)", re.IGNORECASE)
+_ATTEMPT = re.compile(r"attempt_\d+")
+"""Folder of torchrun's logs, which has a folder per rank of the machine."""
+_AUTOGRAD = "/torch/autograd/"
+_FILE_OF_COLLECTIVES = "distributed_c10d.py"
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
+_STATUSES_OF_FAILURES = (Status.CRASHED, Status.OUT_OF_MEMORY, Status.NAN)
 _SKIPPED_SUFFIXES = {
     *(".idx", ".bin", ".pt", ".distcp", ".png", ".svg", ".html", ".csv", ".safetensors"),
 }
@@ -61,6 +76,16 @@ class _GatheredFiles:
     """Logs, which are read after all other files."""
     refused: list[str] = field(default_factory=list)
     """Sentences on files that could not be read."""
+    timeouts: dict[int, list[ReportedTimeout]] = field(default_factory=dict)
+    """Timeouts by rank, by the logs."""
+    compared: list[ComparedCalls] = field(default_factory=list)
+    """Pairs of calls that torch compared and found to differ, by the logs."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """Sentences on ranks that ended by themselves, by the logs."""
+    stuck: list[int] = field(default_factory=list)
+    """Ranks whose watchdog was blocked, by the logs."""
+    asked_ns: int | None = None
+    """Time at which the launcher asked the ranks for their stacks, in ns since 1970; None if unknown."""
 
     def get_rank(self, rank: int) -> RankEvidence:
         """Return the evidence of a rank, which is empty at first and can be changed in place."""
@@ -83,10 +108,15 @@ def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
                 _read_file(path, gathered)
             except (UnreadableDumpError, OSError) as error:
                 gathered.refused.append(str(error))
-    timeouts_by_rank = _read_logs(gathered)
+    _read_logs(gathered)
     # A file that was refused may have left an empty entry of its rank.
+    reported_ranks = {*gathered.failures, *gathered.stuck}
+    for rank in reported_ranks:
+        gathered.get_rank(rank)
     known_ranks = [
-        evidence for evidence in gathered.ranks.values() if evidence.is_known or evidence.dumped_ns
+        evidence
+        for evidence in gathered.ranks.values()
+        if evidence.is_known or evidence.dumped_ns or evidence.rank in reported_ranks
     ]
     ranks = {
         evidence.rank: evidence for evidence in sorted(known_ranks, key=lambda known: known.rank)
@@ -99,13 +129,20 @@ def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
             f"rank is known.{reason}"
         )
     _drop_late_calls(ranks.values())
+    if gathered.asked_ns:
+        _restore_waits(ranks.values(), gathered.asked_ns)
+    _name_unknown_operations(ranks.values())
     return HangEvidence(
         ranks=ranks,
         groups=_merge_groups(gathered.groups, ranks),
         refused=tuple(gathered.refused),
-        timed_out=tuple(timeouts[0].line for timeouts in timeouts_by_rank.values()),
+        timed_out=tuple(timeouts[0].line for timeouts in gathered.timeouts.values()),
         stage=_read_stage(paths, gathered.logs),
         is_over=any(map(_has_failed, paths)),
+        compared=tuple(gathered.compared),
+        failures=gathered.failures,
+        stuck=tuple(gathered.stuck),
+        asked_ns=gathered.asked_ns,
     )
 
 
@@ -123,26 +160,53 @@ def _drop_late_calls(ranks: Collection[RankEvidence]) -> None:
             )
 
 
-def _read_logs(gathered: _GatheredFiles) -> dict[int, list[ReportedTimeout]]:
-    """Read the logs, and add what watchdogs wrote to ranks without a dump, in place.
+def _restore_waits(ranks: Collection[RankEvidence], asked_ns: int) -> None:
+    """Put the calls back to what they were when the ranks were asked for their stacks, in place.
 
-    Returns:
-        The timeouts by rank.
+    The signal that asks for stacks ends some waits in C code. A rank that hung there continues, and so do the ranks
+    that waited for it. Their later calls are dropped, and the last call before counts as unfinished for each rank
+    whose stack is in a collective that a flight recorder keeps. Nothing changes if no rank made a later call.
     """
-    timeouts_by_rank: dict[int, list[ReportedTimeout]] = {}
+    if not any(call.created_ns > asked_ns for evidence in ranks for call in evidence.calls):
+        return
+    for evidence in ranks:
+        calls = [call for call in evidence.calls if call.created_ns <= asked_ns]
+        if calls and is_in_recorded_collective(evidence.stack):
+            calls[-1] = replace(calls[-1], is_done=False)
+        evidence.calls = tuple(calls)
+
+
+def _name_unknown_operations(ranks: Collection[RankEvidence]) -> None:
+    """Give calls of which a log has only the number the operation of another rank's call of that number, in place."""
+    operations = {
+        (call.group, call.number): call.operation
+        for evidence in ranks
+        for call in evidence.calls
+        if call.operation != UNKNOWN_OPERATION and not call.is_point_to_point
+    }
+    for evidence in ranks:
+        evidence.calls = tuple(
+            replace(call, operation=operations.get((call.group, call.number), UNKNOWN_OPERATION))
+            if call.operation == UNKNOWN_OPERATION
+            else call
+            for call in evidence.calls
+        )
+
+
+def _read_logs(gathered: _GatheredFiles) -> None:
+    """Read the logs, and add what torch and torchrun wrote to ranks without a dump, in place."""
     for path in gathered.logs:
-        rank_in_name = _RANK.search(path.name)
         with path.open(errors="replace") as lines:
-            log = read_watchdog(lines, int(rank_in_name[1]) if rank_in_name else None)
+            log = read_watchdog(lines, _find_rank_of_log(path))
+        gathered.groups += log.groups
+        gathered.stuck += log.stuck
+        gathered.compared += log.compared
         for timeout in log.timeouts:
-            timeouts_by_rank.setdefault(timeout.rank, []).append(timeout)
+            gathered.timeouts.setdefault(timeout.rank, []).append(timeout)
         for rank, progress in log.progress.items():
             evidence = gathered.get_rank(rank)
             if not evidence.calls:
                 evidence.progress = {**progress, **evidence.progress}
-        for rank, call in log.compared.items():
-            evidence = gathered.get_rank(rank)
-            evidence.calls = evidence.calls or (call,)
         if log.absent:
             _add_barrier(gathered, log.absent)
         if log.is_rank_uncertain:
@@ -150,11 +214,44 @@ def _read_logs(gathered: _GatheredFiles) -> dict[int, list[ReportedTimeout]]:
                 f"{path} counts ranks within a group that it does not name, as torch before 2.2 does: "
                 "its rank N is rank N of the job only if that group is the one of all ranks."
             )
-    for rank, timeouts in timeouts_by_rank.items():
+        _add_failure(gathered, path, log)
+        for rank, call in log.unfinished.items():
+            evidence = gathered.get_rank(rank)
+            if rank not in gathered.timeouts:
+                evidence.calls = evidence.calls or (call,)
+    for rank, call in (rank_and_call for pair in gathered.compared for rank_and_call in pair):
+        evidence = gathered.get_rank(rank)
+        evidence.calls = evidence.calls or (call,)
+    for rank, timeouts in gathered.timeouts.items():
         evidence = gathered.get_rank(rank)
         if not evidence.calls:
             evidence.calls = tuple(timeout.call for timeout in timeouts)
-    return timeouts_by_rank
+
+
+def _find_rank_of_log(path: Path) -> int | None:
+    """Return the rank in a log's name, or in that of its folder as torchrun makes it; None if neither has one.
+
+    torchrun writes `attempt_0/7/stderr.log`. On all machines but the first, 7 is the rank on the machine.
+    """
+    match = _RANK.search(path.name)
+    if match:
+        return int(match[1])
+    folder = path.absolute().parent
+    if folder.name.isdecimal() and _ATTEMPT.fullmatch(folder.parent.name):
+        return int(folder.name)
+    return None
+
+
+def _add_failure(gathered: _GatheredFiles, path: Path, log: WatchdogLog) -> None:
+    """Note the rank that ended by itself, if the log names one, with the reason.
+
+    If torch found calls that do not fit, or ranks that were absent, any rank may raise the error that follows.
+    """
+    if log.compared or log.absent or log.unfinished:
+        return
+    status = diagnose_log(path, exit_code=None, interrupted=False)
+    if status.rank is not None and status.status in _STATUSES_OF_FAILURES:
+        gathered.failures.setdefault(status.rank, status.reason)
 
 
 def _add_barrier(gathered: _GatheredFiles, absent: Sequence[int]) -> None:
@@ -195,6 +292,8 @@ def _read_file(path: Path, gathered: _GatheredFiles) -> None:
         # The launcher saw that a signal had stopped these ranks, and continued them for their dumps.
         for number in head.split():
             gathered.get_rank(int(number)).is_stopped = True
+    elif path.name == ASKED_FILE and head.strip().isdigit():
+        gathered.asked_ns = int(head)
     elif _is_dump(head):
         if path.stat().st_size > LARGEST_DUMP_BYTES:
             raise UnreadableDumpError(
@@ -205,13 +304,32 @@ def _read_file(path: Path, gathered: _GatheredFiles) -> None:
     elif _is_stack(path, head):
         rank = _find_rank_in_name(path)
         try:
-            gathered.get_rank(rank).stack = read_stacks(path.read_text(errors="replace"))
+            _add_stacks(gathered.get_rank(rank), read_stacks(path.read_text(errors="replace")))
         except (ValueError, KeyError, TypeError) as error:
             raise UnreadableDumpError(
                 f"{path} is no complete stack ({error}); it was left out."
             ) from error
-    elif b"Watchdog" in head or path.suffix in _LOG_SUFFIXES:
+    elif path.suffix in _LOG_SUFFIXES or b"Watchdog" in head or b"ProcessGroup" in head:
         gathered.logs.append(path)
+
+
+def _add_stacks(evidence: RankEvidence, stacks: RankStacks) -> None:
+    """Set the stack of a rank in place, and its other threads that are in a collective.
+
+    On a device, backward runs in a thread of autograd for which the main thread waits. The rank is then where this
+    thread is.
+    """
+    communicating = [
+        thread
+        for thread in stacks.other_threads
+        if is_in_collective(thread.frames)
+        and any(frame.file.endswith(_FILE_OF_COLLECTIVES) for frame in thread.frames)
+    ]
+    evidence.stack = stacks.main
+    is_in_backward = bool(stacks.main) and _AUTOGRAD in stacks.main[0].file
+    if is_in_backward and communicating:
+        evidence.stack = communicating.pop(0).frames + stacks.main
+    evidence.communicating_threads = tuple(communicating)
 
 
 def _is_dump(head: bytes) -> bool:
@@ -245,9 +363,9 @@ def _find_rank_in_name(path: Path) -> int:
 def _merge_groups(
     groups_of_dumps: Sequence[GroupOfRanks], ranks: Mapping[int, RankEvidence]
 ) -> dict[str, GroupOfRanks]:
-    """Return all groups by name, with the ranks that dumps list or that made calls in the group.
+    """Return all groups by name, with the ranks that dumps and logs list or that made calls in the group.
 
-    Groups that no dump lists are marked as not whole.
+    Groups are marked as not whole if no dump lists them, and no log shows how many ranks they have.
     """
     groups: dict[str, GroupOfRanks] = {}
     for group in groups_of_dumps:
@@ -261,10 +379,11 @@ def _merge_groups(
     for (name, _), callers in callers_by_group.items():
         callers.update(rank for rank, evidence in ranks.items() if name in evidence.progress)
     for (name, description), callers in callers_by_group.items():
-        is_listed = name in groups
-        listed_ranks = groups[name].ranks if is_listed else ()
-        all_ranks = tuple(sorted({*callers, *listed_ranks}))
-        groups[name] = GroupOfRanks(name, description, all_ranks, is_whole=is_listed)
+        listed = groups.get(name, GroupOfRanks(name, description, (), is_whole=False))
+        all_ranks = tuple(sorted({*callers, *listed.ranks}))
+        groups[name] = GroupOfRanks(
+            name, description or listed.description, all_ranks, is_whole=listed.is_whole
+        )
     return groups
 
 
@@ -290,7 +409,7 @@ def _read_stage(paths: Sequence[Path], logs: Sequence[Path]) -> StepStage | None
 
 
 def _has_failed(path: Path) -> bool:
-    """Return True if `path` is in a run folder whose run crashed by itself.
+    """Return True if `path` is in the folder of a run that crashed, and was not ended by a hang or by the user.
 
     A run that was ended because it hung gives False: its ranks are where they hung.
     """

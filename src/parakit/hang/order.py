@@ -9,9 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
-from parakit.hang.evidence import GroupOfRanks, HangEvidence, RecordedCall, Signature
+from parakit.hang.evidence import (
+    UNKNOWN_OPERATION,
+    GroupOfRanks,
+    HangEvidence,
+    RecordedCall,
+    Signature,
+)
 from parakit.hang.place import START_UP, locate_frames
 
 LONGEST_CONTEXT = 64
@@ -55,13 +62,16 @@ class CallMismatch:
 
     @property
     def differs(self) -> str:
-        """First difference between the calls: operation, dtype, size or place in the code."""
+        """First difference between the calls: operation, dtype, size, number or place in the code."""
         first_call, second_call = self.first[1], self.second[1]
         if first_call.operation != second_call.operation:
             return "operation"
-        if first_call.dtypes != second_call.dtypes:
+        # A log has no dtypes, and torch's report on one of the calls may have neither dtype nor size.
+        if first_call.dtypes and second_call.dtypes and first_call.dtypes != second_call.dtypes:
             return "dtype"
-        return "size" if first_call.sizes != second_call.sizes else "place in the code"
+        if first_call.sizes != second_call.sizes:
+            return "size"
+        return "number" if first_call.number != second_call.number else "place in the code"
 
 
 class _Deviation(NamedTuple):
@@ -75,7 +85,13 @@ class _Deviation(NamedTuple):
 
 
 def find_mismatch(evidence: HangEvidence) -> CallMismatch | None:
-    """Return the earliest pair of calls that do not fit in operation, size or dtype; None if all fit."""
+    """Return the earliest pair of calls that do not fit in operation, size or dtype; None if all fit.
+
+    Calls that torch itself compared and found to differ come first.
+    """
+    if evidence.compared:
+        first, second = sorted(evidence.compared[0], key=lambda rank_and_call: rank_and_call[0])
+        return CallMismatch(evidence.groups[first[1].group], first, second)
     mismatches: list[CallMismatch] = []
     for group in evidence.groups.values():
         calls_by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
@@ -319,13 +335,33 @@ def _number_calls(evidence: HangEvidence, ranks: Iterable[int]) -> dict[int, lis
     }
 
 
+_NAMES_IN_LOGS = {"barrier": "all_reduce", "all_reduce_barrier": "all_reduce"}
+"""Operations that NCCL's watchdog calls otherwise than a flight recorder."""
+
+
 def _fit_together(first: RecordedCall, second: RecordedCall) -> bool:
-    """Return True if two ranks' calls can be one collective. Unknown dtypes leave sizes uncompared."""
-    if first.operation != second.operation:
-        return False
-    if first.operation not in _OPERATIONS_OF_ONE_SIZE or not (first.dtypes and second.dtypes):
+    """Return True if two ranks' calls can be one collective.
+
+    A call from a log has no dtype, and perhaps no operation or size. What is unknown fits.
+    """
+    if UNKNOWN_OPERATION in (first.operation, second.operation):
         return True
-    return first.dtypes == second.dtypes and first.sizes == second.sizes
+    if first.dtypes and second.dtypes:
+        if first.operation != second.operation:
+            return False
+        is_compared = first.operation in _OPERATIONS_OF_ONE_SIZE
+        return not is_compared or (first.dtypes == second.dtypes and first.sizes == second.sizes)
+    operations = {_NAMES_IN_LOGS.get(call.operation, call.operation) for call in (first, second)}
+    if len(operations) > 1:
+        return any("coalesced" in operation for operation in operations)
+    if not (first.sizes and second.sizes and operations <= _OPERATIONS_OF_ONE_SIZE):
+        return True
+    return _count_elements(first) == _count_elements(second)
+
+
+def _count_elements(call: RecordedCall) -> int:
+    """Return the number of elements of a call's tensors, which is all that newer watchdogs report of sizes."""
+    return sum(prod(size) for size in call.sizes)
 
 
 def _find_deviations(sequence: CallSequence, start: int) -> Iterator[_Deviation]:

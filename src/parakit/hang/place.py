@@ -5,6 +5,7 @@ The result is a `StepPlace`: part of the step (forward, backward, …), module, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -14,19 +15,24 @@ from parakit.hang.evidence import Frame, RecordedCall, StepStage
 PIPELINE_EXCHANGE = "pipeline exchange"
 """Module name for point-to-point communication between pipeline stages."""
 START_UP = "start-up"
+DATA_LOADING = "data loading"
+SAVING = "saving a checkpoint"
 _OUTPUT = "output_layer"
 _PARTS = (
     (
-        "data loading",
+        DATA_LOADING,
         (
             "get_batch",
             "read_batch",
-            "build_train_valid_test_data",
+            "build_train_valid_test_datasets",
+            "build_train_valid_test_data_loaders",
+            "build_train_valid_test_data_iterators",
             "_next_data",
             "get_batch_on_this_tp_rank",
         ),
     ),
-    ("saving a checkpoint", ("save_checkpoint", "save_checkpoint_and_time")),
+    (SAVING, ("save_checkpoint", "save_checkpoint_and_time")),
+    ("loading a checkpoint", ("load_checkpoint",)),
     ("evaluation", ("evaluate", "evaluate_and_print_results")),
     ("backward", ("backward_step", "backward")),
     ("forward", ("forward_step",)),
@@ -34,12 +40,38 @@ _PARTS = (
     ("the optimizer's step", ("step", "clip_grad_norm", "prepare_grads")),
     ("the training step", ("train_step",)),
     ("logging", ("training_log",)),
+    ("the training loop", ("train",)),
     (START_UP, ("initialize_megatron", "setup_model_and_optimizer", "pretrain")),
 )
 """Parts of the step with Megatron's functions that compute them.
 
 If functions of several parts are on a stack, the first of these parts in this table counts.
 """
+
+_FILES_OF_PARTS = (
+    ("/utils/data/dataloader", DATA_LOADING),
+    ("/data/iterators", DATA_LOADING),
+    ("/core/datasets/", DATA_LOADING),
+    ("/dist_checkpointing/", SAVING),
+    ("/distributed/checkpoint/", SAVING),
+)
+"""Parts of the step by a piece of the path of a file, for stacks without any of the functions above."""
+_LIBRARIES = (
+    "/site-packages/",
+    "/dist-packages/",
+    "/lib/python3",
+    "megatron_patches/",
+    "/parakit/",
+)
+_PACKAGES_OF_PYTHON = (
+    "asyncio",
+    "concurrent",
+    "ctypes",
+    "importlib",
+    "json",
+    "logging",
+    "multiprocessing",
+)
 
 _MODULES = (
     ("/moe_logging", ""),
@@ -67,7 +99,6 @@ _METHODS = {
 """Modules by the function that computes them; these count before the files."""
 
 
-_DATA_LOADING = _PARTS[0][0]
 _FORWARD, _BACKWARD, _LAST_PART = "forward", "backward", "the optimizer's step"
 _STEP_FUNCTIONS = ("forward_step", "backward_step")
 _MODULES_OF_LAYERS = ("mlp", "self_attention")
@@ -84,7 +115,9 @@ class StepPlace:
     micro_batch: int | None = None
     """Number of the micro batch within its iteration, from 1."""
     line: str = ""
-    """Innermost line of Megatron, or of the user's code: `transformer_layer.py:512 in forward`."""
+    """Innermost line of Megatron or of the user's code, such as `transformer_layer.py:512 in forward`.
+
+    Megatron's line that called the user's follows it."""
 
     @property
     def is_known(self) -> bool:
@@ -106,20 +139,69 @@ class StepPlace:
 
 def locate_frames(frames: Sequence[Frame]) -> StepPlace:
     """Return where in the step a stack is: part, module and line. `frames` are innermost first."""
-    functions = {frame.function.rpartition(".")[2] for frame in frames}
-    part = next((part for part, members in _PARTS if functions & set(members)), "")
-    frames_outside_torch = [frame for frame in frames if "/torch/" not in frame.file]
-    shown_frames = [frame for frame in frames_outside_torch if "/megatron/" in frame.file]
-    # Samples are read by the user's code or by this kit's, and not by Megatron's.
-    if part == _DATA_LOADING or not shown_frames:
-        shown_frames = frames_outside_torch
-    line = ""
-    if shown_frames:
-        innermost = shown_frames[0]
-        file_name = innermost.file.rpartition("/")[2]
-        line = f"{file_name}:{innermost.line} in {innermost.function}"
     module = next(filter(None, map(_find_module, frames)), "")
-    return StepPlace(part, module, line=line)
+    return StepPlace(_find_part(frames), module, line=_describe_line(frames))
+
+
+def _find_part(frames: Sequence[Frame]) -> str:
+    """Return the part of the step that a stack is in, by its functions, else by its files; empty if unknown."""
+    # torch's Module.train only sets a mode.
+    functions = {
+        frame.function.rpartition(".")[2]
+        for frame in frames
+        if frame.function != "train" or "/torch/" not in frame.file
+    }
+    parts = [part for part, members in _PARTS if functions & set(members)]
+    if parts and parts[0] not in ("the training loop", START_UP):
+        return parts[0]
+    parts_of_files = [
+        part for path, part in _FILES_OF_PARTS if any(path in frame.file for frame in frames)
+    ]
+    return next(iter([*parts_of_files, *parts]), "")
+
+
+def _describe_line(frames: Sequence[Frame]) -> str:
+    """Return the innermost line outside of torch and other libraries, and Megatron's line that called it.
+
+    If a stack has lines of libraries alone, the innermost one outside of torch is returned; empty if there is none.
+    """
+    frames_outside_torch = [frame for frame in frames if "/torch/" not in frame.file]
+    shown_frames = [frame for frame in frames_outside_torch if not _is_of_library(frame.file)]
+    shown_frames = shown_frames or frames_outside_torch
+    if not shown_frames:
+        return ""
+    line = _format_line(shown_frames[0])
+    if _is_of_megatron(shown_frames[0].file):
+        return line
+    callers = [frame for frame in shown_frames if _is_of_megatron(frame.file)]
+    return f"{line}, called by {_format_line(callers[0])}" if callers else line
+
+
+def _format_line(frame: Frame) -> str:
+    """Return `transformer_layer.py:512 in forward` for a frame."""
+    file_name = frame.file.rpartition("/")[2]
+    return f"{file_name}:{frame.line} in {frame.function}"
+
+
+def _is_of_megatron(file: str) -> bool:
+    """Return True if a file is of Megatron, installed or as a checkout."""
+    return "/megatron/" in file
+
+
+def _is_of_library(file: str) -> bool:
+    """Return True if a file is of a library, of Python or of this kit, and not of Megatron or the user.
+
+    py-spy leaves out the folder of Python's own modules: `/threading.py`, `/multiprocessing/queues.py`.
+    """
+    if _is_of_megatron(file):
+        return False
+    first_part, _, other_parts = file.lstrip("/").partition("/")
+    if other_parts:
+        is_of_python = first_part in _PACKAGES_OF_PYTHON
+    else:
+        is_of_python = first_part.removesuffix(".py") in sys.stdlib_module_names
+    is_built_in = file.startswith("<")
+    return is_built_in or is_of_python or any(folder in file for folder in _LIBRARIES)
 
 
 def locate_call_in_step(

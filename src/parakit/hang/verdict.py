@@ -7,7 +7,7 @@ culprit if the evidence shows that it stopped, and a suspect if it is one of sev
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
@@ -15,6 +15,7 @@ from itertools import pairwise
 from parakit.formatting.units import plural
 from parakit.hang.behind import RankBehind, find_ranks_behind
 from parakit.hang.evidence import (
+    ComparedCalls,
     GroupOfRanks,
     HangEvidence,
     RankEvidence,
@@ -29,8 +30,22 @@ from parakit.hang.order import (
     find_mismatch,
     follow_usual_order,
 )
-from parakit.hang.place import PIPELINE_EXCHANGE, StepPlace, locate_call_in_step, locate_frames
-from parakit.hang.waits import Wait, Waits, find_waits, is_in_collective
+from parakit.hang.place import (
+    DATA_LOADING,
+    PIPELINE_EXCHANGE,
+    SAVING,
+    StepPlace,
+    locate_call_in_step,
+    locate_frames,
+)
+from parakit.hang.waits import (
+    TORCH_DISTRIBUTED,
+    Wait,
+    Waits,
+    find_waits,
+    is_in_collective,
+    is_in_recorded_collective,
+)
 from parakit.hang.wording import (
     describe_call,
     describe_ranks,
@@ -44,19 +59,13 @@ QUIET_SECONDS = 5.0
 """Seconds without a call after which a job may hang. A shorter pause is never taken for a hang."""
 USUAL_PAUSES = 3
 """Multiple of the longest usual pause between calls that a pause must exceed to count as a hang."""
+MOST_EXTRA_SECONDS = 60.0
+"""Most seconds beyond the longest usual pause. A minute more is a sign of a hang in any job."""
 
 SHOWN_WAITS = 12
 """Most lines of `HangVerdict.chain`."""
 SHOWN_CYCLE_WAITS = 4
 """Most waits of a cycle of ranks that the sentence names."""
-
-UNRECORDED_FUNCTIONS = frozenset(
-    {
-        *("send", "recv", "batch_isend_irecv", "_p2p_ops", "_communicate"),
-        *("new_group", "init_process_group"),
-    }
-)
-"""torch's and Megatron's functions whose calls a flight recorder may lack (gloo's has no send)."""
 
 
 class HangOutcome(StrEnum):
@@ -91,9 +100,21 @@ _NEXT_STEPS = {
 }
 
 
+_NEXT_STEPS_IN_PARTS = {
+    DATA_LOADING: "Look at what feeds that rank: the workers of its data loader (py-spy dump of each), and "
+    "the storage of its data.",
+    SAVING: "Look at the storage of the checkpoint, and at the processes and threads of that rank that write it.",
+}
+"""Next steps for ranks that never entered a call, by the part of the step that their stacks are in."""
+_STEP_AT_LINE = (
+    "Look at that line: it loops, waits or computes for longer than the others. If it is a call of a library, "
+    "py-spy dump --native shows where inside."
+)
+
+
 @dataclass(frozen=True)
 class HangVerdict:
-    """Verdict on a job: who stopped, who waits, and where. `JSON=1` prints all fields but `chain`."""
+    """Verdict on a job: who stopped, who waits, and where. `JSON=1` prints all fields but the last two."""
 
     verdict: HangOutcome
     sentence: str
@@ -109,11 +130,8 @@ class HangVerdict:
     module: str | None = None
     chain: tuple[str, ...] = ()
     """Lines on who waits for whom, waits for culprits and suspects first; at most SHOWN_WAITS."""
-
-    @property
-    def next_step(self) -> str:
-        """Sentence on what to look at next; empty if the kind of hang is unknown."""
-        return _NEXT_STEPS[self.kind] if self.kind else ""
+    next_step: str = ""
+    """Sentence on what to look at next; empty if the kind of hang is unknown."""
 
 
 def judge_hang(evidence: HangEvidence) -> HangVerdict:
@@ -129,9 +147,60 @@ def judge_hang(evidence: HangEvidence) -> HangVerdict:
     mismatch = find_mismatch(evidence)
     if mismatch and (waits.ranks_in_calls or evidence.is_over):
         return _judge_mismatch(waits, mismatch)
+    failed_ranks = [
+        rank for rank in sorted(evidence.failures) if not evidence.get_rank(rank).is_known
+    ]
+    if failed_ranks:
+        return _judge_failed_ranks(waits, failed_ranks)
     if evidence.is_over:
         return _judge_failed_job(waits)
+    stuck_ranks = [rank for rank in evidence.stuck if not evidence.get_rank(rank).is_known]
+    if stuck_ranks:
+        return _judge_stuck_ranks(waits, stuck_ranks)
     return _judge_job_at_work(waits) or _judge_waits(waits)
+
+
+def _judge_failed_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
+    """Return the verdict that names ranks that ended by themselves, by the log, and left nothing else."""
+    evidence = waits.evidence
+    sentences = []
+    for rank in ranks:
+        reason = evidence.failures[rank].rstrip(".")
+        prefix = (
+            ""
+            if reason.startswith("Rank ")
+            else f"{evidence.name_rank(rank)} ended. Its log reports: "
+        )
+        sentences.append(f"{prefix}{reason}. {_count_waiting_ranks(waits, rank)}".strip())
+    return _make_verdict(
+        waits,
+        sentence=" ".join(sentences),
+        culprits=ranks,
+        kind=HangKind.NEVER_ENTERED,
+        next_step="Read the log above that rank's error: the other ranks only lost it.",
+    )
+
+
+def _judge_stuck_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
+    """Return the verdict on ranks whose watchdog was blocked and that reported nothing else.
+
+    A single rank is named if other ranks wait in calls. Several ranks are suspects, because an end by the watchdog
+    of another rank blocks watchdogs, too.
+    """
+    is_decided = len(ranks) == 1 and bool(waits.ranks_in_calls)
+    names = format_ranks(ranks)
+    sentence = (
+        f"The watchdog of {names} was blocked: a thread holds Python's lock, or a call of CUDA does not "
+        f"return. {describe_ranks(waits.evidence)}"
+    )
+    return _make_verdict(
+        waits,
+        sentence=sentence,
+        culprits=ranks if is_decided else (),
+        suspects=() if is_decided else ranks,
+        kind=HangKind.NEVER_ENTERED if is_decided else None,
+        next_step="Look at all threads of that rank (py-spy dump --native): one of them is in a call of CUDA.",
+    )
 
 
 def _judge_failed_job(waits: Waits) -> HangVerdict:
@@ -178,6 +247,11 @@ def _judge_waits(waits: Waits) -> HangVerdict:
         root_ranks += _find_silent_ranks(waits)
     if ranks_behind:
         return _judge_ranks_behind(waits, ranks_behind, root_ranks)
+    # Of ranks that a log does not mention it is not known that they are missing. Ranks that are apart are known.
+    if root_ranks and not any(waits.evidence.get_rank(rank).is_known for rank in root_ranks):
+        verdict_on_call = _judge_partly_completed_call(waits)
+        if verdict_on_call and _are_waits_only_reported(waits, root_ranks):
+            return verdict_on_call
     verdict = _judge_roots(waits, root_ranks) if root_ranks else _judge_without_roots(waits)
     if verdict.culprits or not waits.ranks_in_calls:
         return verdict
@@ -264,7 +338,8 @@ def _find_usual_pause_seconds(evidence: HangEvidence) -> float:
     """Return the longest pause in seconds that is no sign of a hang; at least QUIET_SECONDS.
 
     The result is USUAL_PAUSES times the longest pause that came before calls of one signature at least
-    twice. Pauses of start-up come once, so the longest pause of each signature is left out.
+    twice, and at most MOST_EXTRA_SECONDS more than this pause. Pauses of start-up come once, so the longest pause
+    of each signature is left out.
     """
     longest_pause = 0.0
     for state in evidence.ranks.values():
@@ -275,7 +350,7 @@ def _find_usual_pause_seconds(evidence: HangEvidence) -> float:
         for pauses in pauses_by_signature.values():
             if len(pauses) > 1:
                 longest_pause = max(longest_pause, sorted(pauses)[-2])
-    return max(QUIET_SECONDS, USUAL_PAUSES * longest_pause)
+    return max(QUIET_SECONDS, min(USUAL_PAUSES * longest_pause, longest_pause + MOST_EXTRA_SECONDS))
 
 
 def _judge_job_at_work(waits: Waits) -> HangVerdict | None:
@@ -299,7 +374,9 @@ def _judge_recent_calls(evidence: HangEvidence) -> HangVerdict | None:
     if not dump_times:
         return None
     last_call_ns = max(state.calls[-1].created_ns for state in states if state.calls)
-    quiet_seconds = (min(dump_times) - last_call_ns) / 1e9
+    # Ranks write their dumps some time after they were asked, and may have made calls in between.
+    asked_ns = min(filter(None, (*dump_times, evidence.asked_ns)))
+    quiet_seconds = (asked_ns - last_call_ns) / 1e9
     usual_seconds = _find_usual_pause_seconds(evidence)
     if quiet_seconds >= usual_seconds:
         return None
@@ -331,19 +408,13 @@ def _judge_roots(waits: Waits, roots: Sequence[int]) -> HangVerdict:
     Roots that left evidence are the culprits, and roots that left none are then suspects. If a root with
     evidence may itself wait in a call that nothing recorded, there is no culprit, and all roots are suspects
     (or the verdict is on pipeline communication, if all roots are in it). If no root left evidence, a single
-    root is the culprit, and several roots are suspects.
+    root is the culprit, and several roots are suspects. A single root is a suspect, too, if only lines of a log
+    show that others wait for it, because its own lines may be missing.
     """
     ranks = sorted(set(roots))
-    rank_names = format_ranks(ranks).capitalize()
     known_ranks = [rank for rank in ranks if waits.evidence.get_rank(rank).is_known]
-    if not known_ranks and len(ranks) > 1:
-        waiting = plural(len(waits.ranks_in_calls), "rank")
-        return _make_verdict(
-            waits,
-            sentence=f"{rank_names} left nothing, and {waiting} wait for them. Which of them stopped is "
-            "not known.",
-            suspects=ranks,
-        )
+    if not known_ranks and (len(ranks) > 1 or _are_waits_only_reported(waits, ranks)):
+        return _make_verdict(waits, sentence=_describe_unknown_roots(waits, ranks), suspects=ranks)
     if any(_may_wait_unrecorded(waits, rank) for rank in known_ranks):
         if set(ranks) <= set(waits.ranks_in_pipeline_communication):
             return _judge_pipeline_communication(waits)
@@ -363,14 +434,35 @@ def _judge_roots(waits: Waits, roots: Sequence[int]) -> HangVerdict:
     )
 
 
+def _are_waits_only_reported(waits: Waits, roots: Sequence[int]) -> bool:
+    """Return True if other ranks wait for `roots`, and only lines of a log show these waits."""
+    waits_for_roots = waits.direct_waits_for(roots)
+    return bool(waits_for_roots) and all(
+        wait.call is not None and wait.call.is_reported for wait in waits_for_roots
+    )
+
+
+def _describe_unknown_roots(waits: Waits, roots: Sequence[int]) -> str:
+    """Return the sentences on several ranks, or one, that left nothing and that other ranks wait for."""
+    names = format_ranks(roots).capitalize()
+    waits_for_roots = waits.direct_waits_for(roots)
+    calls = {describe_wait_call(waits.evidence, wait) for wait in waits_for_roots}
+    if len(calls) == 1:
+        waiting = f"{describe_waiting_ranks(waits_for_roots)} for {'it' if len(roots) == 1 else 'them'} in {min(calls)}"
+    else:
+        waiting = f"{plural(len(waits.ranks_in_calls), 'rank')} wait for {'it' if len(roots) == 1 else 'them'}"
+    if len(roots) == 1:
+        return f"{names} left nothing, and {waiting}. It stopped before that call, or its lines are missing."
+    return f"{names} left nothing, and {waiting}. Which of them stopped is not known."
+
+
 def _may_wait_unrecorded(waits: Waits, rank: int) -> bool:
     """Return True if the rank's stack is in a call that its flight recorder may not have recorded."""
     state = waits.evidence.get_rank(rank)
     if state.is_stopped or rank not in waits.ranks_in_calls or not is_in_collective(state.stack):
         return False
     # A flight recorder would have recorded every other collective as entered.
-    functions = {frame.function.rpartition(".")[2] for frame in state.stack}
-    return not state.calls or not functions.isdisjoint(UNRECORDED_FUNCTIONS)
+    return not state.calls or not is_in_recorded_collective(state.stack)
 
 
 def _describe_root(waits: Waits, rank: int) -> str:
@@ -451,8 +543,9 @@ def _judge_mismatch(waits: Waits, mismatch: CallMismatch) -> HangVerdict:
     departure = find_departure(evidence, mismatch.group.ranks)
     culprit = departure.rank if departure else _find_only_rank_that_differs(evidence, mismatch)
     sentence = (
-        f"{evidence.name_rank(rank)} called {describe_call(call)} as no. {call.number} of its "
-        f"{mismatch.group.label} where rank {other_rank} called {describe_call(other_call)}: another "
+        f"{evidence.name_rank(rank)} called {describe_call(call)}{_describe_number(call)} of its "
+        f"{mismatch.group.label} where rank {other_rank} called {describe_call(other_call)}"
+        f"{_describe_number(other_call) if other_call.number != call.number else ''}: another "
         f"{mismatch.differs}."
     )
     if culprit is None:
@@ -475,11 +568,19 @@ def _judge_mismatch(waits: Waits, mismatch: CallMismatch) -> HangVerdict:
     )
 
 
+def _describe_number(call: RecordedCall) -> str:
+    """Return ` as no. 7` for the number of a call; empty if it has none."""
+    return f" as no. {call.number}" if call.number else ""
+
+
 def _find_only_rank_that_differs(evidence: HangEvidence, mismatch: CallMismatch) -> int | None:
     """Return the one rank of three or more whose call differs from the equal calls of all others.
 
-    None means that there is no such rank, or that not all ranks of the group are known.
+    None means that there is no such rank, or that not all ranks of the group are known. Of calls that torch
+    compared, the rank is returned that differs from two or more ranks with equal calls.
     """
+    if evidence.compared:
+        return _find_rank_in_all_pairs(evidence.compared)
     if not mismatch.group.is_whole:
         return None
     number = mismatch.first[1].number
@@ -493,6 +594,17 @@ def _find_only_rank_that_differs(evidence: HangEvidence, mismatch: CallMismatch)
         return None
     minority, majority = smallest_first
     return minority[0] if len(minority) == 1 < len(majority) else None
+
+
+def _find_rank_in_all_pairs(pairs: Sequence[ComparedCalls]) -> int | None:
+    """Return the only rank that is in all pairs of different calls; None if its peers are one rank or differ."""
+    ranks_in_all = set.intersection(*({rank for rank, _ in pair} for pair in pairs))
+    if len(ranks_in_all) != 1:
+        return None
+    (odd_rank,) = ranks_in_all
+    peers = {rank: call for pair in pairs for rank, call in pair if rank != odd_rank}
+    distinct_calls = {(call.operation, call.sizes, call.dtypes) for call in peers.values()}
+    return odd_rank if len(peers) > 1 and len(distinct_calls) == 1 else None
 
 
 def _judge_cycle(waits: Waits, cycle: tuple[int, ...]) -> HangVerdict:
@@ -537,16 +649,9 @@ def _judge_departure(waits: Waits, departure: Departure, next_sentence: str = ""
 def _judge_without_roots(waits: Waits) -> HangVerdict:
     """Return the verdict on a job in which ranks wait but no rank is known to be waited for."""
     evidence = waits.evidence
-    for group, call in waits.unfinished_collectives:
-        # A rank that completed a fitting call would have it among its recorded calls, so this rank
-        # completed another call under the same number.
-        ranks_that_completed = [
-            rank
-            for rank in _find_ranks_that_completed(evidence, group, call)
-            if call.number not in evidence.get_rank(rank).collectives(group.name)
-        ]
-        if ranks_that_completed:
-            return _judge_partly_completed_call(waits, group, call, ranks_that_completed)
+    verdict_on_call = _judge_partly_completed_call(waits)
+    if verdict_on_call:
+        return verdict_on_call
     collectives_of_full_groups = [
         (group, call) for group, call in waits.unfinished_collectives if group.is_whole
     ]
@@ -561,6 +666,13 @@ def _judge_without_roots(waits: Waits) -> HangVerdict:
     ]
     if waits.ranks_in_pipeline_communication and not ranks_outside_calls:
         return _judge_pipeline_communication(waits)
+    ranks_with_threads = [
+        rank
+        for rank, state in evidence.ranks.items()
+        if state.communicating_threads and rank in waits.ranks_in_calls
+    ]
+    if ranks_with_threads:
+        return _judge_threads(waits, ranks_with_threads)
     if len(ranks_outside_calls) == 1 and waits.ranks_in_calls:
         (rank,) = ranks_outside_calls
         location = locate_frames(evidence.get_rank(rank).stack)
@@ -578,6 +690,26 @@ def _judge_without_roots(waits: Waits) -> HangVerdict:
     )
 
 
+def _judge_threads(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
+    """Return the verdict on ranks in which the main thread and another thread are in collectives at once."""
+    threads = [
+        (rank, thread)
+        for rank in ranks
+        for thread in waits.evidence.get_rank(rank).communicating_threads
+    ]
+    rank, thread = threads[0]
+    function = next(frame.function for frame in thread.frames if TORCH_DISTRIBUTED in frame.file)
+    return _make_verdict(
+        waits,
+        sentence=f"Two threads of {format_ranks(ranks)} are in collectives at once. In rank {rank} the thread "
+        f"{thread.name} is in {function}. {describe_ranks(waits.evidence)} Threads have no common order of "
+        "calls, so that calls of one group do not fit together.",
+        suspects=ranks,
+        kind=HangKind.OTHER_COLLECTIVE,
+        next_step="Give the thread a process group of its own, or wait for it before the main thread communicates.",
+    )
+
+
 def _judge_uncompleted_call(waits: Waits, group: GroupOfRanks, call: RecordedCall) -> HangVerdict:
     """Return the verdict on a collective that its whole group entered and not all ranks completed."""
     ranks_that_completed = _find_ranks_that_completed(waits.evidence, group, call)
@@ -592,26 +724,64 @@ def _judge_uncompleted_call(waits: Waits, group: GroupOfRanks, call: RecordedCal
     )
 
 
-def _judge_partly_completed_call(
-    waits: Waits, group: GroupOfRanks, call: RecordedCall, ranks_that_completed: Sequence[int]
-) -> HangVerdict:
-    """Return the verdict on a call that some ranks of the group completed and others did not.
+def _judge_partly_completed_call(waits: Waits) -> HangVerdict | None:
+    """Return the verdict on a call that some ranks of the group completed and others did not; None if there is none.
 
     All ranks of the group are suspects. The verdict's sentence lists the number of calls that each of them
     entered in this group.
     """
     evidence = waits.evidence
-    other_ranks = [rank for rank in group.ranks if rank not in ranks_that_completed]
-    counts = ", ".join(
-        f"rank {rank} {evidence.get_rank(rank).last.get(group.name, 0)}" for rank in group.ranks
+    # In a log the lines of some ranks may be missing, so that it looks as if a call was awaited from them.
+    reported_calls = [
+        (evidence.groups[call.group], call)
+        for state in evidence.ranks.values()
+        for call in state.pending
+        if call.is_reported and call.number
+    ]
+    for group, call in (*waits.unfinished_collectives, *reported_calls):
+        # A rank that completed a fitting call would have it among its recorded calls, so this rank
+        # completed another call under the same number.
+        ranks_that_completed = [
+            rank
+            for rank in _find_ranks_that_completed(evidence, group, call)
+            if call.number not in evidence.get_rank(rank).collectives(group.name)
+        ]
+        if ranks_that_completed:
+            sentence = _describe_partly_completed_call(evidence, group, call, ranks_that_completed)
+            return _make_verdict(waits, sentence=sentence, suspects=group.ranks, call=call)
+    return None
+
+
+def _describe_partly_completed_call(
+    evidence: HangEvidence,
+    group: GroupOfRanks,
+    call: RecordedCall,
+    ranks_that_completed: Sequence[int],
+) -> str:
+    """Return the sentences on a call that only some ranks completed, and on how far apart the ranks are."""
+    other_ranks = [
+        rank
+        for rank in group.ranks
+        if rank not in ranks_that_completed and evidence.get_rank(rank).is_known
+    ]
+    counts = "; ".join(
+        f"rank {rank} completed {_describe_last(evidence.get_rank(rank).completed, group)} and entered "
+        f"{_describe_last(evidence.get_rank(rank).last, group)}"
+        for rank in group.ranks
+        if group.name in evidence.get_rank(rank).last
     )
-    sentence = (
+    return (
         f"{format_ranks(ranks_that_completed).capitalize()} completed {call} of the {group.label}, and "
         f"{format_ranks(other_ranks)} entered it and did not complete it: their calls do not fit, or a "
-        f"message was lost. Calls entered in this group: {counts}. Dumps with every call "
+        f"message was lost. The last calls in this group: {counts}. Dumps with every call "
         "(TORCH_INCLUDE_ONLY_ACTIVE=0) show which rank left the order."
     )
-    return _make_verdict(waits, sentence=sentence, suspects=group.ranks, call=call)
+
+
+def _describe_last(last_numbers: Mapping[str, int], group: GroupOfRanks) -> str:
+    """Return `no. 113` for a rank's last call in a group; `none` if it made none."""
+    number = last_numbers.get(group.name, 0)
+    return f"no. {number}" if number > 0 else "none"
 
 
 def _find_ranks_that_completed(
@@ -651,6 +821,7 @@ def _make_verdict(
     kind: HangKind | None = None,
     call: RecordedCall | None = None,
     location: StepPlace | None = None,
+    next_step: str = "",
 ) -> HangVerdict:
     """Return a verdict, with the waiting ranks, group, call, module and chain from the graph of waits.
 
@@ -658,6 +829,7 @@ def _make_verdict(
         call: The call that the verdict is about; by default the earliest call in which others wait for
             the culprits and suspects.
         location: Where in the step the cause is; by default where the first culprit or the call is.
+        next_step: What to look at next; by default what the kind of hang and the culprits' stacks suggest.
     """
     evidence, roots = waits.evidence, [*culprits, *suspects]
     waits_for_roots = waits.direct_waits_for(roots)
@@ -686,6 +858,23 @@ def _make_verdict(
             waits, culprits, call, location, is_pipeline_communication=is_pipeline_communication
         ),
         chain=_describe_chain(waits, roots),
+        next_step=next_step or _choose_next_step(evidence, culprits, kind),
+    )
+
+
+def _choose_next_step(
+    evidence: HangEvidence, culprits: Sequence[int], kind: HangKind | None
+) -> str:
+    """Return the sentence on what to look at next; empty if the kind of hang is unknown.
+
+    If the evidence has the stacks of all culprits, they are not asked for again.
+    """
+    stacks = [evidence.get_rank(rank).stack for rank in culprits]
+    if kind is not HangKind.NEVER_ENTERED or not stacks or not all(stacks):
+        return _NEXT_STEPS[kind] if kind else ""
+    parts = {locate_frames(stack).part for stack in stacks}
+    return next(
+        (step for part, step in _NEXT_STEPS_IN_PARTS.items() if part in parts), _STEP_AT_LINE
     )
 
 

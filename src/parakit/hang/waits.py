@@ -8,7 +8,7 @@ other in a cycle are a root together.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import dropwhile
 
@@ -28,17 +28,25 @@ PIPELINE_FILES = ("p2p_communication", "pipeline_parallel/schedules")
 NUM_INNERMOST_FRAMES = 6
 EXCEPTION_HOOK = "_distributed_excepthook"
 
+UNRECORDED_FUNCTIONS = frozenset(
+    {
+        *("send", "recv", "batch_isend_irecv", "_p2p_ops", "_communicate"),
+        *("new_group", "init_process_group"),
+    }
+)
+"""torch's and Megatron's functions whose calls a flight recorder may lack (gloo's has no send)."""
+
 PREVIOUS_STAGE, NEXT_STAGE = -1, +1
 AWAITED_STAGES: Mapping[str, set[int]] = {
     "send_forward": {NEXT_STAGE},
     "recv_backward": {NEXT_STAGE},
     "send_forward_recv_backward": {NEXT_STAGE},
-    "send_backward_recv_backward": {NEXT_STAGE},
     "recv_forward": {PREVIOUS_STAGE},
     "send_backward": {PREVIOUS_STAGE},
     "send_backward_recv_forward": {PREVIOUS_STAGE},
     "send_forward_backward_recv_forward_backward": {PREVIOUS_STAGE, NEXT_STAGE},
     "send_forward_recv_forward": {PREVIOUS_STAGE, NEXT_STAGE},
+    "send_backward_recv_backward": {PREVIOUS_STAGE, NEXT_STAGE},
     "pp_pre_forward": {PREVIOUS_STAGE},
     "pp_post_forward": {NEXT_STAGE},
     "pp_pre_backward": {NEXT_STAGE},
@@ -193,6 +201,12 @@ def is_in_collective(stack: Iterable[Frame]) -> bool:
     ]
     # torch's code for checkpoints is in the same folder, and waits for a disk unless it calls further.
     return bool(distributed_files) and TORCH_CHECKPOINT not in distributed_files[0]
+
+
+def is_in_recorded_collective(stack: Sequence[Frame]) -> bool:
+    """Return True if the stack ends in a collective that every flight recorder keeps, so in no message."""
+    functions = {frame.function.rpartition(".")[2] for frame in stack}
+    return is_in_collective(stack) and functions.isdisjoint(UNRECORDED_FUNCTIONS)
 
 
 def _waits_of_failed_call(evidence: HangEvidence, rank_evidence: RankEvidence) -> dict[int, Wait]:

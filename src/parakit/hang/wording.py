@@ -16,9 +16,10 @@ SHOWN_RANKS = 8
 
 
 def describe_call(call: RecordedCall) -> str:
-    """Return the part of a call that ranks must agree on: `all_reduce of [4] Float`."""
-    sizes = " and ".join(str(list(size)) for size in call.sizes) or "nothing"
-    return f"{call.operation} of {sizes}{' ' + '/'.join(call.dtypes) if call.dtypes else ''}"
+    """Return the part of a call that ranks must agree on: `all_reduce of [4] Float`, or `barrier`."""
+    sizes = " and ".join(str(list(size)) for size in call.sizes)
+    description = " ".join(filter(None, (sizes, "/".join(call.dtypes))))
+    return f"{call.operation} of {description}" if description else call.operation
 
 
 def describe_waiting_ranks(waits: Sequence[Wait]) -> str:
@@ -35,7 +36,7 @@ def describe_wait_call(evidence: HangEvidence, wait: Wait) -> str:
 
 
 def describe_ranks(evidence: HangEvidence) -> str:
-    """Return a sentence that says where each rank is: in which call and group, or on which line.
+    """Return a sentence with the call and group, or the source line, in which each rank is.
 
     Ranks at the same place share a statement, at most MOST_STATES of them. Ranks that left nothing come
     last. The sentence is empty if no rank is known.

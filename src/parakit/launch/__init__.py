@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         describe_vocabulary_change,
         format_command_line,
         print_dry_run,
+        start_job,
     )
 else:
     __getattr__ = lazy_names(__name__, __file__)
@@ -92,6 +93,7 @@ __all__ = [
     "read_run_statuses",
     "saving_flags",
     "spread_over_nodes",
+    "start_job",
     "submit_array",
     "visible_gpus",
 ]

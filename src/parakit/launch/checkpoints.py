@@ -7,6 +7,7 @@ update that would use the NaN, but the weights themselves may already be damaged
 
 from __future__ import annotations
 
+import re
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,14 @@ from parakit.launch.progress import LogFollower
 from parakit.logs import Iteration
 
 LOOK_SECONDS = 0.5
+
+LEAST_GRACE_SECONDS = 30.0
+"""Time for a last checkpoint if no save was measured, or if saves were faster."""
+_SAVE_TIME = re.compile(
+    r"^\s*save-checkpoint\s*\.*: \((?P<fastest>[\d.]+), (?P<slowest>[\d.]+)\)", re.MULTILINE
+)
+"""Megatron's line of the time of a save: milliseconds of the fastest and the slowest rank."""
+_LOG_TAIL_BYTES = 4 << 20
 
 
 class CheckpointKeeper(BackgroundThread):
@@ -153,6 +162,28 @@ def select_checkpoint(run: Path, folder: Path | None = None) -> SelectedCheckpoi
     raise LaunchError(
         f"No checkpoint of {run} can be resumed from ({reasons}); start the run again."
     )
+
+
+def choose_grace_seconds(asked_seconds: float | None, log: Path) -> float:
+    """Return the time that ranks get for a last checkpoint: what the user asked for, or twice what a save took.
+
+    The iteration that is under way when the request comes counts twice as well. The result is at least
+    LEAST_GRACE_SECONDS unless the user asked for less.
+
+    Args:
+        asked_seconds: The value of GRACE=; None if it is not set.
+        log: The run's log. Its end shows the last save and the last iteration.
+    """
+    if asked_seconds is not None:
+        return asked_seconds
+    with closing(LogFollower(log, max(0, log.stat().st_size - _LOG_TAIL_BYTES))) as follower:
+        iterations = follower.new_iterations()
+    with log.open("rb") as stream:
+        stream.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        saves = _SAVE_TIME.findall(stream.read().decode(errors="replace"))
+    save_ms = float(saves[-1][1]) if saves else 0.0
+    iteration_ms = (iterations[-1].elapsed_ms if iterations else None) or 0.0
+    return max(LEAST_GRACE_SECONDS, 2 * (save_ms + iteration_ms) / 1000)
 
 
 def resume_if_saved(launch: Launch, folder: Path) -> Launch:

@@ -46,6 +46,7 @@ from parakit.launch.data import (
     sample_index_folder,
 )
 from parakit.launch.flags import (
+    EXIT_SIGNAL_HANDLER,
     IMPORT_TIME_VARIABLES,
     environment_for,
     initial_checkpoint_flags,
@@ -121,6 +122,13 @@ class Launch:
     def saving(self) -> Saving | None:
         """The frequency and the number of saved checkpoints; None if the run saves none."""
         return self.job.options.saving
+
+    @property
+    def saves_at_stop(self) -> bool:
+        """True if the ranks save a last checkpoint when they are asked to stop."""
+        return self.saving is not None and Flags((*self.job.flags, *self.flags)).has(
+            EXIT_SIGNAL_HANDLER
+        )
 
     @property
     def code(self) -> CodeHashes:
@@ -291,7 +299,9 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         ("--exit-interval", str(iterations), "--log-throughput"),
         optimizer_flags(options.optimizer, entry.megatron_version),
         options.wandb.flags if options.wandb else (),
-        saving_flags(options.saving, parallelism, entry) if options.saving else (),
+        saving_flags(options.saving, parallelism, entry, options.grace_seconds is not None)
+        if options.saving
+        else (),
         extra,
     )
     spec = replace(

@@ -103,8 +103,8 @@ def remove_stale_sample_indices(runs: Path) -> None:
 def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
     """Return `--split`, and what must go with it, where the model's own split does not fit a data set.
 
-    Nothing is returned where the split of `flags` works, where no split works, and where the data set
-    cannot be opened, which the checks before a run report.
+    The result is empty if the split of `flags` works, if no split works, or if the data set cannot be opened.
+    The checks before a run report the last case.
     """
     model_flags = Flags(flags)
     evaluates = model_flags.integer(EVAL_ITERATIONS_FLAG, 1) > 0

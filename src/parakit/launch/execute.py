@@ -19,7 +19,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.config.run import DeviceKind
 from parakit.launch.background import BackgroundThread
-from parakit.launch.checkpoints import CheckpointKeeper
+from parakit.launch.checkpoints import CheckpointKeeper, choose_grace_seconds
 from parakit.launch.compose import Launch
 from parakit.launch.data import remove_stale_sample_indices
 from parakit.launch.devices import DeviceSample, make_cpu_sampler, sample_gpus, visible_gpus
@@ -157,7 +157,16 @@ def _follow_ranks(
             exit_status.raise_if_container_ended(log.parent, ranks, exit_code)
         if exit_code is not None:
             return exit_code
-        raise_if_stop_requested()
+        try:
+            raise_if_stop_requested()
+        except Interrupted:
+            if launch.saves_at_stop:
+                grace_seconds = choose_grace_seconds(launch.job.options.grace_seconds, log)
+                progress.say(
+                    f"asked to stop; its ranks get {grace_seconds:.0f} s for a last checkpoint"
+                )
+                ranks.let_save(grace_seconds)
+            raise
         if group.find_failure():
             return ENDED_EARLY
         if group.is_hanging(watch.is_hanging(log)):

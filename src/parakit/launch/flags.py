@@ -37,6 +37,9 @@ IMPORT_TIME_VARIABLES = (
 )
 """Variables that decide what is imported and patched. A forked rank gets all other variables with its run."""
 
+EXIT_SIGNAL_HANDLER = "--exit-signal-handler"
+"""Megatron's flag by which ranks save a checkpoint and end when one of them gets SIGTERM."""
+
 
 def runtime_flags(
     device: DeviceKind, parallelism: Parallelism, runtime: Runtime, options: Options, model: Model
@@ -105,10 +108,13 @@ def initial_checkpoint_flags(
     return (*load, "--ckpt-format", "torch_dist", *multiple)
 
 
-def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
+def saving_flags(
+    saving: Saving, parallelism: Parallelism, entry: MegatronEntry, saves_at_stop: bool = False
+) -> tuple[str, ...]:
     """Return Megatron's flags that save checkpoints in its distributed format, without the flag of the folder.
 
-    A checkpoint in this format can be loaded with any strategy.
+    A checkpoint in this format can be loaded with any strategy. With `saves_at_stop` the ranks also save one when
+    they are asked to stop.
     """
     flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
     sharding = parallelism.sharding
@@ -118,6 +124,8 @@ def saving_flags(saving: Saving, parallelism: Parallelism, entry: MegatronEntry)
     if saving.asynchronous:
         # `mcore` is Megatron's own writer. Its default writer needs a package that the wheel does not install.
         flags += ["--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
+    if saves_at_stop:
+        flags.append(EXIT_SIGNAL_HANDLER)
     return drop_flags_newer_than(flags, entry.megatron_version)
 
 

@@ -37,6 +37,7 @@ from parakit.launch.compose import Launch, compose_launch
 from parakit.launch.execute import run_ranks
 from parakit.launch.job import Job
 from parakit.launch.progress import RunProgress
+from parakit.launch.supervise.exit_status import name_memory_limit
 from parakit.logs import diagnose_log
 
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
@@ -107,12 +108,13 @@ def _write_checkpoint(path: Path, launch: Launch, run: RunLaunch) -> None:
             log = partial / LOG_FILE
             exit_code = run(_compose_writer(launch, partial), log)
             if exit_code != 0:
-                reason = diagnose_log(log, exit_code, interrupted=False).reason
+                status = name_memory_limit(diagnose_log(log, exit_code, interrupted=False))
                 kept_log = path.with_name(f"{path.name}.log")
                 with suppress(FileNotFoundError):
                     log.rename(kept_log)
                 raise LaunchError(
-                    f"The starting checkpoint was not written: {reason} The log is {kept_log}."
+                    f"The starting checkpoint was not written: {status.reason.rstrip('.')}. The log is "
+                    f"{kept_log}."
                 )
             if flaw := _find_initial_flaw(partial):
                 raise LaunchError(
@@ -126,7 +128,7 @@ def _write_checkpoint(path: Path, launch: Launch, run: RunLaunch) -> None:
 
 
 def _find_initial_flaw(folder: Path) -> str | None:
-    """Return what is wrong with an initial checkpoint; None if it is as it was written.
+    """Return a sentence with the flaw of an initial checkpoint; None if the checkpoint is as it was written.
 
     A checkpoint of an older kit, without a manifest, is read back against its own checksums.
     """
@@ -140,8 +142,8 @@ def _find_initial_flaw(folder: Path) -> str | None:
 def check_owner(folder: Path) -> None:
     """Raise if another user could have written a checkpoint, because reading its metadata runs code.
 
-    torch reads `.metadata` of a distributed checkpoint with `pickle.load`, and Megatron up to 0.15 reads
-    `common.pt` that way too.
+    torch reads `.metadata` of a distributed checkpoint with `pickle.load`. Megatron up to 0.15 reads
+    `common.pt` with pickle too.
 
     Raises:
         LaunchError: A file belongs to another user, or everybody may write it.

@@ -159,8 +159,8 @@ class _Timer:
 def time_call(work: Work, device: str, clock: Callable[[], float] = time.perf_counter) -> float:
     """Return the seconds of one call, until the device has finished it.
 
-    On a CPU, `clock` measures. For a rank's own work it is the processor time, which other processes on the
-    same core extend only by the caches and memory that they use.
+    On a CPU, `clock` measures. For a rank's own work, processor time is measured. Other processes on the core
+    hardly change it.
     """
     if device == "cuda":
         torch.cuda.synchronize()
@@ -187,7 +187,8 @@ def _measure_matmul_flops(timer: _Timer, size: int) -> float:
 def _measure_attention_flops(timer: _Timer, heads: int, length: int, width: int) -> float:
     """Return the FLOP/s of an SDPA forward and backward.
 
-    On a GPU it is causal, because its kernels skip masked scores; a CPU's kernels do not.
+    On a GPU the attention is causal, because GPU kernels skip masked scores. CPU kernels compute them, so the
+    attention on a CPU has no mask.
     """
     causal = timer.device == "cuda"
     query = torch.randn(
@@ -358,7 +359,7 @@ def added_seconds(with_wait: list[float], without_wait: list[float]) -> float:
 
 
 def _measure_jitter(workload: Workload, device: str) -> dict[str, float]:
-    """Return by how much the times of ranks with a core of their own differ on the same work; empty for one rank.
+    """Return how much the times of ranks differ on the same work if each has its own core; empty for one rank.
 
     Each piece of work is about as long as the work between two calls in training. Nothing aligns the pieces.
     """

@@ -123,6 +123,10 @@ class Options:
     slurm: Slurm | None = None
     """How to submit the run as a Slurm job; None trains it here."""
     saving: Saving | None = None
+    grace_seconds: Annotated[int | None, settings.GRACE] = None
+    """Time that ranks get for a last checkpoint when the run is stopped; None takes what earlier saves took. It
+    counts if the run saves checkpoints and its ranks have Megatron's handler of SIGTERM.
+    """
     hang_timeout_seconds: Annotated[float, settings.HANG_TIMEOUT] = settings.HANG_TIMEOUT.default
     """Time without a new log line after which a run is ended and the stacks of its ranks are written. NCCL's own
     timeout of a collective, 600 s, is shorter, so that NCCL reports its error first.

@@ -1,4 +1,4 @@
-"""LaunchCheck a launch before anything starts or is written; each problem is one sentence with its remedy.
+"""Check a launch before anything starts or is written; each problem is one sentence with its remedy.
 
 A check yields sentences and asks the package that knows the answer. `check_launch` runs all of them.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import resource
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -57,6 +58,9 @@ from parakit.launch.preflight_gpu import (
 LOG_BYTES = 64 << 20
 """Bytes on the disk that a run's log, samples and event files need."""
 
+LEAST_OPEN_FILES = 64
+"""Open files without which torchrun and gloo fail, or wait for ever, before they log a line. A rank opens about 40."""
+
 _SAVED_BYTES = {"fp32": 12, "fp16": 14, "bf16": 14}
 """Bytes per parameter in a checkpoint: weights, fp32 main weights beside 16-bit ones, Adam's two moments."""
 
@@ -77,6 +81,22 @@ def _address_problems(launch: Launch) -> Iterator[str]:
             f"MASTER_ADDR={nodes.address} has no address on this machine ({reason}); name the address "
             "itself, or enter the name in DNS or /etc/hosts."
         )
+
+
+def _limit_problems(_: Launch) -> Iterator[str]:
+    """Yield a sentence if this shell allows a process too few open files."""
+    limit = read_open_files_limit()
+    if limit is not None and limit < LEAST_OPEN_FILES:
+        yield (
+            f"A process may open {limit} files here, and a rank needs {LEAST_OPEN_FILES}; raise the limit "
+            "with 'ulimit -n 4096', or as 'nofile' in /etc/security/limits.conf."
+        )
+
+
+def read_open_files_limit() -> int | None:
+    """Return the number of files that this process and its ranks may have open; None if it is unlimited."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def saving_problems(saving: Saving | None, spec: RunSpec) -> Iterator[str]:
@@ -342,6 +362,7 @@ MACHINE_CHECKS: tuple[LaunchCheck, ...] = (
     _device_problems,
     runtime_problems,
     _address_problems,
+    _limit_problems,
 )
 """Checks of the machine that starts the run."""
 

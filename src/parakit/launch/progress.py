@@ -72,6 +72,10 @@ class RunProgress:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def say(self, text: str) -> None:
+        """Print a text after the run's title, on a line of its own."""
+        self._console.print(f"{self._title}: {text}", highlight=False)
+
     def show(self, iteration: Iteration) -> None:
         """Update the display with the newest iteration."""
         loss = "" if iteration.lm_loss is None else f"loss {iteration.lm_loss:.4f}"

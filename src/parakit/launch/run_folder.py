@@ -188,7 +188,7 @@ def build_run_record(launch: Launch, folder: Path) -> records.RunRecord:
 
 def _identify_dataset(launch: Launch) -> records.DatasetIdentity:
     """Return the data set's path and the hash of its present tokens."""
-    return records.DatasetIdentity(launch.data, open_dataset(launch.data_path).bin_sha256)
+    return records.DatasetIdentity(launch.data, open_dataset(launch.data_path).content_sha256)
 
 
 def identify_computation(launch: Launch) -> TrainingIdentity:

@@ -196,10 +196,14 @@ def _check_input(text: str) -> None:
 def docker_command(arguments: Sequence[str], options: Options) -> tuple[str, ...]:
     """Return the command that runs a module in a container without GPUs.
 
-    Folders that the arguments name are mounted, and so is the user's cache of the hub.
+    Folders that the arguments name are mounted, and so is the user's cache of the hub. A default cache that
+    holds a data set of the arguments is named by HF_HUB_CACHE, because the container has another home.
     """
-    from parakit.data import HUB_CACHES
+    from parakit.data import HUB_CACHES, HUB_PREFIX, find_default_hub_cache
 
+    for argument in arguments:
+        if cache := find_default_hub_cache(argument.removeprefix(HUB_PREFIX)):
+            os.environ["HF_HUB_CACHE"] = str(cache)
     user, names = container_user(check_engine()[1]), inherited_names(*HUB_VARIABLES, *HUB_CACHES)
     caches = [Path(os.environ[variable]) for variable in HUB_CACHES if os.environ.get(variable)]
     container = Container(find_pair(options.image).name, user, inherited=names, gpus=False)

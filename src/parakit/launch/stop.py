@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -22,6 +23,8 @@ from parakit.cluster import (
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.formatting.terminal import say
+from parakit.launch.checkpoints import choose_grace_seconds
+from parakit.launch.flags import EXIT_SIGNAL_HANDLER
 from parakit.launch.status import read_job_record, read_recorded_status, read_run_statuses
 from parakit.launch.supervise.exit_status import format_outcome
 from parakit.launch.supervise.interruption import is_alive
@@ -43,16 +46,17 @@ def stop_run(run: str | Path, console: Console) -> int:
     run = Path(run).absolute()
     if not records.is_run_folder(run):
         raise LaunchError(f"RUN={run} is no run folder; 'make status' shows them.")
+    seconds = _longest_stop_seconds(run)
     job = read_job_record(run)
     state = (query_job_states([job.job_id]) or {}).get(job.job_id) if job else None
     if job and state and (state.is_waiting or state.is_running):
-        _cancel_job(run, job.job_id)
+        _cancel_job(run, job.job_id, seconds)
     elif records.is_running(run / records.LOG_FILE):
         launcher = _find_local_launcher(run)
         # Without a launcher, which has died, the supervisor is already ending the ranks.
         if launcher is not None:
             launcher.terminate()
-        _wait_for_end(run, launcher)
+        _wait_for_end(run, launcher, seconds)
     elif container := read_container_id(run / CONTAINER_FILE):
         if not remove_container(run / CONTAINER_FILE):  # Its launcher had lost Docker's engine.
             raise LaunchError(
@@ -96,18 +100,30 @@ def refuse_running(runs: Path) -> None:
             )
 
 
-def _cancel_job(run: Path, job_id: str) -> None:
+def _longest_stop_seconds(run: Path) -> float:
+    """Return the longest wait for a run to end: STOP_SECONDS, and the time for a last checkpoint if it saves one.
+
+    A GRACE= of the run that is longer than its saves took is not known here.
+    """
+    log = run / records.LOG_FILE
+    with suppress(OSError, msgspec.DecodeError):
+        if EXIT_SIGNAL_HANDLER in records.read_run(run).argv:
+            return STOP_SECONDS + choose_grace_seconds(None, log)
+    return STOP_SECONDS
+
+
+def _cancel_job(run: Path, job_id: str, seconds: float) -> None:
     """Cancel a run's Slurm job and wait until it has ended.
 
     Raises:
-        LaunchError: scancel fails, or the job has not ended within STOP_SECONDS.
+        LaunchError: scancel fails, or the job has not ended within `seconds`.
     """
     if not cancel_job(job_id):
         raise LaunchError(
             f"{relative_to_root(run)} is Slurm's job {job_id}, and scancel fails here; end it with 'scancel "
             f"{job_id}' where Slurm's client is."
         )
-    deadline = time.monotonic() + STOP_SECONDS
+    deadline = time.monotonic() + seconds
     active_states = ("queued", "running")
     while any(
         status.run == run.name and status.state in active_states
@@ -115,7 +131,7 @@ def _cancel_job(run: Path, job_id: str) -> None:
     ):
         if time.monotonic() > deadline:
             raise LaunchError(
-                f"Slurm has not ended job {job_id} of {relative_to_root(run)} within {STOP_SECONDS:.0f} s; "
+                f"Slurm has not ended job {job_id} of {relative_to_root(run)} within {seconds:.0f} s; "
                 "'make status' follows it."
             )
         time.sleep(POLL_SECONDS)
@@ -148,18 +164,18 @@ def _find_local_launcher(run: Path) -> psutil.Process | None:
     return process if is_same else None
 
 
-def _wait_for_end(run: Path, launcher: psutil.Process | None) -> None:
+def _wait_for_end(run: Path, launcher: psutil.Process | None, seconds: float) -> None:
     """Wait until the launcher and all ranks have ended.
 
     Raises:
-        LaunchError: They have not ended within STOP_SECONDS.
+        LaunchError: They have not ended within `seconds`.
     """
-    deadline = time.monotonic() + STOP_SECONDS
+    deadline = time.monotonic() + seconds
     while (launcher and is_alive(launcher)) or records.is_running(run / records.LOG_FILE):
         if time.monotonic() > deadline:
             hint = f"; 'kill -9 {launcher.pid}' ends its launcher" if launcher else ""
             raise LaunchError(
-                f"{relative_to_root(run)} has not ended within {STOP_SECONDS:.0f} s; 'make status' shows "
+                f"{relative_to_root(run)} has not ended within {seconds:.0f} s; 'make status' shows "
                 f"when it has{hint}."
             )
         time.sleep(POLL_SECONDS)

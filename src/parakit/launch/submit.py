@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from rich.console import Console
@@ -16,6 +18,7 @@ from parakit.artifacts import run as records
 from parakit.artifacts.io import write_record
 from parakit.cluster import (
     IMAGE_PYTHON,
+    MODULES,
     ArrayTask,
     BatchJob,
     Container,
@@ -32,12 +35,17 @@ from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import DeviceKind, RuntimeName
 from parakit.formatting.terminal import say
 from parakit.launch.compose import RUN_PLACEHOLDER, Launch
+from parakit.launch.flags import EXIT_SIGNAL_HANDLER
 from parakit.launch.options import Options
 from parakit.launch.preflight import check_launch
 from parakit.launch.run_folder import create_run_folder
 
 SCRIPT_FILE = "job.sbatch"
 SUBMIT_SECONDS = 60.0
+GRACE_SECONDS = 120
+"""Time for a last checkpoint before a job's end unless GRACE= names another. What saves take is not known yet."""
+MARGIN_SECONDS = 15
+"""Time for Slurm's signal to arrive, and for the launcher to write its last status."""
 SETTLED_VARIABLES = ("REPEATS", "RUN_FOLDER", "RUNTIME", "DRY_RUN", "IMAGE")
 """Variables that the job does not get, because they take effect when the job is submitted."""
 
@@ -91,6 +99,8 @@ def submit_array(name: str, launches: Sequence[Launch], console: Console) -> Non
     job_id = _write_and_submit(replace(job, tasks=tasks), folders, choose_image(first))
     for folder in folders:
         say(console, f"job {job_id}: {relative_to_root(folder)}")
+    passed_on = ", ".join(job.inherited) or "none"
+    console.print(f"Variables passed on to it: {passed_on}.", highlight=False)
     console.print("'make status' follows it.", highlight=False)
 
 
@@ -127,17 +137,31 @@ def _describe_job(name: str, launch: Launch) -> BatchJob:
         tasks=(),
         python=IMAGE_PYTHON if container_flags else sys.executable,
         inherited=list_inherited_variables(options),
+        warning_seconds=_choose_warning_seconds(options),
         container=container_flags,
     )
+
+
+def _choose_warning_seconds(options: Options) -> int | None:
+    """Return the time before its end at which a job is warned: GRACE= and a margin; None if it saves nothing."""
+    if options.saving is None:
+        return None
+    return (options.grace_seconds or GRACE_SECONDS) + MARGIN_SECONDS
 
 
 def list_inherited_variables(options: Options) -> tuple[str, ...]:
     """Return the names of this process's variables that the job gets; W&B's only if WANDB= is set.
 
-    Slurm stores a job's variables in its own spool until the job has ended, so no other key is passed.
+    Slurm stores a job's variables in its own spool until the job has ended, so no other key is passed. Variables
+    of environment modules are passed if the site's shell lines may load some.
     """
-    names = [name for name in inherited_names(*WANDB_NAMES) if name != "CUDA_VISIBLE_DEVICES"]
-    return tuple(name for name in names if options.wandb or name not in WANDB_NAMES)
+    has_setup = options.slurm is not None and bool(options.slurm.setup)
+    modules = [
+        name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in MODULES)
+    ]
+    names = inherited_names(*WANDB_NAMES, *(modules if has_setup else ()), in_container=False)
+    left_out = {"CUDA_VISIBLE_DEVICES", *(() if options.wandb else WANDB_NAMES)}
+    return tuple(name for name in names if name not in left_out)
 
 
 def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
@@ -176,10 +200,12 @@ def _describe_task(folder: str, launch: Launch) -> ArrayTask:
     variables = {
         name: text for name, text in job.variables.items() if name not in SETTLED_VARIABLES
     }
+    arguments = job.parakit_arguments
+    if launch.saving is not None and not launch.saves_at_stop:
+        # The job may be preempted, or reach its time limit.
+        arguments = (*arguments, EXIT_SIGNAL_HANDLER)
     # The task already runs in its container, if it has one, so it must not start another.
-    return ArrayTask(
-        folder, job.parakit_arguments, {**variables, "RUNTIME": RuntimeName.HOST.value}
-    )
+    return ArrayTask(folder, arguments, {**variables, "RUNTIME": RuntimeName.HOST.value})
 
 
 def _write_and_submit(job: BatchJob, folders: Sequence[Path], image: str | None) -> str:

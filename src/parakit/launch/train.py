@@ -51,10 +51,12 @@ from parakit.launch.progress import RunProgress
 from parakit.launch.rendezvous.coordinator import Coordinator
 from parakit.launch.rendezvous.messages import NodeRecord
 from parakit.launch.rendezvous.worker import Worker
+from parakit.launch.requeue import requeue_announced_end
 from parakit.launch.run_folder import hold_run_folder
 from parakit.launch.runtime import Runtime, choose_runtime
 from parakit.launch.submit import submit_run
 from parakit.launch.supervise.exit_status import format_outcome
+from parakit.launch.supervise.interruption import Interrupted
 from parakit.logs import load_folder
 from parakit.reporting import estimate_pooled_runs, loss_curve, resumption_sentence
 
@@ -138,10 +140,16 @@ def start_job(job: Job, console: Console) -> int:
         for sentence in (*list_differences(launch), gpu_memory_warning(launch)):
             if sentence:
                 console.print(sentence, style="yellow", highlight=False)
-        for repeat in range(1, options.repeats + 1):
-            title = job.strategy if options.repeats == 1 else f"{job.strategy} {repeat}"
-            if not train_once(launch, console, title):
-                return 1
+        try:
+            for repeat in range(1, options.repeats + 1):
+                title = job.strategy if options.repeats == 1 else f"{job.strategy} {repeat}"
+                if not train_once(launch, console, title):
+                    return 1
+        except Interrupted as interrupted:
+            if options.run_folder is not None:
+                number = interrupted.signal_number
+                requeue_announced_end(number, launch, options.run_folder, console)
+            raise
         return 0
 
 
@@ -240,7 +248,7 @@ def _train_as_worker(launch: Launch, nodes: Nodes, console: Console, title: str)
 def _describe_node(launch: Launch, nodes: int) -> NodeRecord:
     """Return this node's record with everything that must be the same on all `nodes` nodes."""
     try:
-        dataset = open_dataset(launch.data_path).bin_sha256 or "without a record"
+        dataset = open_dataset(launch.data_path).content_sha256
     except DatasetError:
         dataset = "missing"
     entry = launch.entry

@@ -13,7 +13,14 @@ if TYPE_CHECKING:
     from parakit.logs.diagnosis import describe_log_end, diagnose_log, find_first_error
     from parakit.logs.dialects import find_iterations
     from parakit.logs.failures import NCCL_TIMEOUT
-    from parakit.logs.iterations import EXTRA_METRIC_PREFIX, LOG_LINE, Iteration, IterationTable
+    from parakit.logs.iterations import (
+        EXTRA_METRIC_PREFIX,
+        LOG_LINE,
+        PRINTED_TOKENS_PER_DEVICE,
+        PRINTED_TOKENS_PER_SECOND,
+        Iteration,
+        IterationTable,
+    )
     from parakit.logs.lines import make_printable, split_lines
     from parakit.logs.printed import find_device_in_arguments, find_device_name, parse_printed_spec
     from parakit.logs.runs import Run, find_run_folders, load_folder, load_runs
@@ -31,6 +38,8 @@ __all__ = [
     "LOG_LINE",
     "MAD_TO_SIGMA",
     "NCCL_TIMEOUT",
+    "PRINTED_TOKENS_PER_DEVICE",
+    "PRINTED_TOKENS_PER_SECOND",
     "REQUIRED_MODEL_FLAGS",
     "Iteration",
     "IterationTable",

@@ -14,10 +14,11 @@ from parakit.logs.scraped import LoggedError, ScrapedLog
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory|can't allocate memory|Cannot allocate memory|Unable to allocate"
-    r"|CUBLAS_STATUS_ALLOC_FAILED|MemoryError|bad_alloc|could not (?:create|execute) a primitive$",
+    r"|CUBLAS_STATUS_ALLOC_FAILED|MemoryError|bad_alloc|could not (?:create|execute) a primitive$"
+    r"|failed to map segment from shared object|Memory allocation still failed",
     re.IGNORECASE,
 )
-"""Texts of a refused allocation.
+"""Texts of a refused allocation. The last two are those of the dynamic linker and of OpenBLAS.
 
 If memory runs out, oneDNN only reports that it could not create or execute a primitive. The text of a primitive that
 oneDNN does not support goes on: `could not create a primitive descriptor for …`.

@@ -40,6 +40,7 @@ _FATAL = re.compile(
     r"(Fatal Python error: .{1,200}|Segmentation fault.{0,40}"
     rf"|{_TERMINATED} .{{1,200}}"
     r"|cannot allocate memory for thread-local data.{0,40}"
+    r"|OpenBLAS error: Memory allocation still failed.{0,80}"
     r"|torch\.OutOfMemoryError: .{1,400}|CUDA out of memory\. .{1,400}"
     r"|(?<=watchdog thread terminated with exception: )CUDA error: .{1,200})"
 )

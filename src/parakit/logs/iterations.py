@@ -68,6 +68,14 @@ MEAN_SECONDS = EXTRA_METRIC_PREFIX + "mean seconds of all iterations so far"
 Two such means give an iteration's time."""
 SECONDS_SO_FAR = EXTRA_METRIC_PREFIX + "seconds since the start"
 """Column of the full seconds since the start of the process, which such trainers print with the mean."""
+CLOCK_SECONDS = EXTRA_METRIC_PREFIX + "seconds of the clock"
+"""Column of the date and time at the end of an iteration, if a trainer prints no times of iterations."""
+TRAINED_SECONDS = EXTRA_METRIC_PREFIX + "trained seconds"
+"""Column of the seconds of training so far, without evaluations, which some trainers print instead of a time."""
+PRINTED_TOKENS_PER_SECOND = EXTRA_METRIC_PREFIX + "tokens/s"
+"""Column of the throughput of all devices that a trainer prints."""
+PRINTED_TOKENS_PER_DEVICE = EXTRA_METRIC_PREFIX + "tokens/s/device"
+"""Column of the throughput of a device that a trainer prints."""
 LOG_LINE = "log_line"
 """Column of the line number of each iteration in the file, from 1."""
 _BLOCK = 4096
@@ -185,16 +193,40 @@ class IterationTable(Sequence[Iteration]):
         return self._columns.known.get(name, np.ones(len(self), np.bool_)).copy()
 
     def derive_times(self) -> IterationTable:
-        """Return the table with iteration times, computed from mean times if the log has only these."""
-        if self.known("elapsed_ms").any() or MEAN_SECONDS not in self._columns.values:
+        """Return the table with iteration times, if the log has only mean times, sums of times or clocks."""
+        sources = (MEAN_SECONDS, TRAINED_SECONDS, CLOCK_SECONDS)
+        source = next((name for name in sources if name in self._columns.values), None)
+        if source is None:
             return self
-        values = dict(self._columns.values)
-        del values[MEAN_SECONDS]
-        values.pop(SECONDS_SO_FAR, None)
-        times = self._compute_times_from_means()
+        helpers = (*sources, SECONDS_SO_FAR)
+        values = {
+            name: column for name, column in self._columns.values.items() if name not in helpers
+        }
+        if self.known("elapsed_ms").any():
+            return IterationTable(Columns(len(self), values, self._columns.known))
+        times = (
+            self._compute_times_from_means()
+            if source == MEAN_SECONDS
+            else self._compute_times_from_sums(source)
+        )
         values["elapsed_ms"] = np.nan_to_num(times)
         known = self._columns.known | {"elapsed_ms": ~np.isnan(times)}
         return IterationTable(Columns(len(self), values, known))
+
+    def _compute_times_from_sums(self, name: str) -> NDArray[np.float64]:
+        """Return the milliseconds of each iteration, from a clock or a sum of seconds at the end of each line.
+
+        NaN stands for the first line, for the first line after a restart, and where the seconds do not rise. Of
+        several iterations between two lines it is the mean.
+        """
+        times = np.full(len(self), np.nan)
+        if len(self) < 2:
+            return times
+        # A date and time in seconds has ten digits before the point, which leaves six after it.
+        seconds = np.round(np.diff(self.values(name)), 6)
+        usable = (seconds > 0) & ~self.known("first_of_start")[1:]
+        times[1:][usable] = 1000 * seconds[usable] / np.diff(self.numbers)[usable]
+        return times
 
     def _compute_times_from_means(self) -> NDArray[np.float64]:
         """Return the milliseconds of each iteration, from mean times and seconds since the start.

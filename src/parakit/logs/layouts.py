@@ -168,8 +168,8 @@ def _make_layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
 def _locate_number(part: LineField, line: bytes) -> _Number | None:
     """Return the positions of the digits of one field in a line.
 
-    None means that the field has no value, that the value is no plain number (such as `nan`), or that it has more
-    digits than can be computed exactly.
+    None means that the field has no plain number (`nan` is none), or that the number has more digits than can
+    be computed exactly.
     """
     if not part.field or part.value is None:
         return None

@@ -152,8 +152,9 @@ class TornLines:
     def join(self, line: str) -> list[str]:
         """Take the next line of a log, and return the lines that are complete now, in order.
 
-        The list is empty if `line` is the first part of a torn line. It has two lines if an earlier first part with
-        the same label turns out not to be continued by `line`. A line without label is returned at once.
+        The list is empty if `line` is the first part of a torn line. The result has two lines if `line` does
+        not continue the earlier part with the same label, which is then a line by itself. A line without label
+        is returned at once.
         """
         label = _LABEL.match(line)
         if label is None or len(line) > _MAX_LENGTH:

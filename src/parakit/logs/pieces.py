@@ -7,14 +7,13 @@ a terminal or `fold` has cut its lines: they are joined if that gives more numbe
 from __future__ import annotations
 
 import bz2
-import gzip
 import lzma
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from parakit.config.files import open_regular_file
 from parakit.logs.dialects import LineFormat, find_iterations, load_line_formats
@@ -24,6 +23,10 @@ CHUNK_BYTES = 1 << 22
 MAX_LINE = 1 << 16
 """Most characters of a line. A longer line comes in pieces."""
 
+_MAX_LONG_LINE = 1 << 25
+"""Bytes of one line that are read. The rest of a longer line, up to a line end or a carriage return, is dropped."""
+_PACKED_BYTES = 1 << 10
+"""Bytes that are unpacked at once. Damage loses what so many bytes hold."""
 _MAX_WINDOW = 1 << 27
 _WIDEST, _NARROWEST = 250, 60
 _SAMPLE_BYTES = 1 << 21
@@ -84,8 +87,12 @@ class Fold:
         return blank if needed > self.width or is_padded else None
 
 
-def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
+def open_log(
+    path: Path, on_damage: Callable[[], None] = lambda: None
+) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
     """Return the formats that a log's iteration lines may have, and an iterator over its complete lines.
+
+    The iterator calls `on_damage` if the file is packed, and cannot be unpacked to its end.
 
     The first result has one format if the beginning of the log shows an iteration, else all known formats. The
     iterator starts at the beginning of the file. It yields blocks of lines, unpacked, and joins lines that a
@@ -96,7 +103,7 @@ def open_log(path: Path) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
     """
     sample = _read_until_iteration(path)
     fold, joined_sample = _unfold_sample(sample)
-    pieces = _number_lines(read_chunks(path))
+    pieces = _number_lines(read_chunks(path, on_damage))
     if fold is not None:
         pieces = _unfold(pieces, fold)
     return _find_formats(joined_sample.decode("utf-8", "replace")), pieces
@@ -167,10 +174,10 @@ def _unfold_sample(sample: bytes) -> tuple[Fold | None, bytes]:
     return None, sample
 
 
-def read_chunks(path: Path) -> Iterator[bytes]:
+def read_chunks(path: Path, on_damage: Callable[[], None] = lambda: None) -> Iterator[bytes]:
     """Yield the bytes of a log, unpacked. The first chunks are small, so that a reader learns the format early.
 
-    A compressed file that is cut off or damaged ends where it cannot be read any more.
+    A packed file that is cut off or damaged ends where it cannot be unpacked any more, after a call of `on_damage`.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -181,33 +188,65 @@ def read_chunks(path: Path) -> Iterator[bytes]:
         unpack = next(
             (unpack for start, unpack in _UNPACKERS.items() if magic.startswith(start)), None
         )
-        read = unpack(raw) if unpack else raw.read
-        size = FIRST_CHUNK_BYTES
-        while True:
-            try:
-                chunk = read(size)
-            except (OSError, EOFError, zlib.error, lzma.LZMAError):
-                if unpack is None:
-                    raise
-                return
-            if not chunk:
-                return
+        if unpack is None:
+            size = FIRST_CHUNK_BYTES
+            while chunk := raw.read(size):
+                yield chunk
+                size = min(2 * size, CHUNK_BYTES)
+            return
+        chunk, size = b"", FIRST_CHUNK_BYTES
+        try:
+            for unpacked in unpack(raw):
+                chunk += unpacked
+                if len(chunk) >= size:
+                    yield chunk
+                    chunk, size = b"", min(2 * size, CHUNK_BYTES)
+        except (OSError, EOFError, zlib.error, lzma.LZMAError):
+            on_damage()
+        if chunk:
             yield chunk
-            size = min(2 * size, CHUNK_BYTES)
+
+
+def _unpack_streams(raw: IO[bytes], start: Callable[[], Any]) -> Iterator[bytes]:
+    """Yield what a packed file holds, which may be several streams in a row.
+
+    Args:
+        raw: The packed file.
+        start: Function that returns an object to unpack one stream, such as `bz2.BZ2Decompressor`.
+
+    Raises:
+        EOFError: The last stream has no end.
+        OSError: The bytes are damaged; `zlib.error` and `lzma.LZMAError` mean the same.
+    """
+    stream = None
+    while packed := raw.read(_PACKED_BYTES):
+        while packed:
+            stream = stream or start()
+            yield stream.decompress(packed)
+            packed = b""
+            if stream.eof:
+                # Zeros between and after streams are padding.
+                packed, stream = stream.unused_data.lstrip(b"\0"), None
+    if stream is not None:
+        raise EOFError("The packed file has no end.")
 
 
 def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
     """Yield the bytes of a log as pieces of complete lines with their numbers.
 
-    The last line, and the parts of a line that is longer than MAX_LINE, come as pieces of their own with `whole`
-    False.
+    The last line, and each part of a line that is longer than MAX_LINE, is a separate piece with `whole` False.
     """
-    unfinished, inside_line, number = b"", False, 1
+    unfinished, inside_line, number, length = b"", False, 1, 0
     for chunk in chunks:
         data = unfinished + chunk
         if inside_line:
             end = data.find(b"\n") + 1 or len(data)
-            yield LogPiece(data[:end], (number,), whole=False)
+            # A carriage return ends a line, too.
+            length = end - data.rfind(b"\r", 0, end) if b"\r" in data[:end] else length + end
+            if length <= _MAX_LONG_LINE:
+                yield LogPiece(data[:end], (number,), whole=False)
+            elif data.endswith(b"\n", 0, end):
+                yield LogPiece(b"\n", (number,), whole=False)
             inside_line = not data.endswith(b"\n", 0, end)
             data, number = data[end:], number + (not inside_line)
         stop = data.rfind(b"\n") + 1
@@ -218,6 +257,7 @@ def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
         unfinished = data[stop:]
         if len(unfinished) > MAX_LINE:
             yield LogPiece(unfinished, (number,), whole=False)
+            length = len(unfinished)
             unfinished, inside_line = b"", True
     yield LogPiece(unfinished, (number,), whole=False)
 
@@ -262,10 +302,11 @@ def _count_numbers(text: bytes) -> int:
     return count
 
 
-def _open_zstd(raw: IO[bytes]) -> Callable[[int], bytes]:
-    """Return a function that reads and unpacks so many bytes of a file packed with zstd.
+def _unpack_zstd(raw: IO[bytes]) -> Iterator[bytes]:
+    """Yield what a file packed with zstd holds.
 
-    The function raises EOFError if the file is damaged.
+    Raises:
+        EOFError: The file is damaged.
     """
     # Few logs are packed with zstd, so the import is not made at the top.
     import zstandard
@@ -273,20 +314,19 @@ def _open_zstd(raw: IO[bytes]) -> Callable[[int], bytes]:
     reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
         raw, read_across_frames=True
     )
-
-    def read(size: int) -> bytes:
-        try:
-            return reader.read(size)
-        except zstandard.ZstdError as error:
-            raise EOFError from error
-
-    return read
+    try:
+        while unpacked := reader.read(FIRST_CHUNK_BYTES):
+            yield unpacked
+    except zstandard.ZstdError as error:
+        raise EOFError from error
 
 
-_UNPACKERS: dict[bytes, Callable[[IO[bytes]], Callable[[int], bytes]]] = {
-    b"\x1f\x8b": lambda raw: gzip.GzipFile(fileobj=raw).read,
-    b"BZh": lambda raw: bz2.BZ2File(raw).read,
-    b"\xfd7zXZ\0": lambda raw: lzma.open(raw).read,  # noqa: SIM115
-    b"\x28\xb5\x2f\xfd": _open_zstd,
+_GZIP = 16 + zlib.MAX_WBITS
+"""Format of zlib's streams that is gzip's."""
+_UNPACKERS: dict[bytes, Callable[[IO[bytes]], Iterator[bytes]]] = {
+    b"\x1f\x8b": lambda raw: _unpack_streams(raw, lambda: zlib.decompressobj(_GZIP)),
+    b"BZh": lambda raw: _unpack_streams(raw, bz2.BZ2Decompressor),
+    b"\xfd7zXZ\0": lambda raw: _unpack_streams(raw, lzma.LZMADecompressor),
+    b"\x28\xb5\x2f\xfd": _unpack_zstd,
 }
-"""Functions that unpack a file, by the file's first bytes."""
+"""Functions that yield what a packed file holds, by the file's first bytes."""

@@ -158,8 +158,8 @@ def find_device_name(path: Path) -> str:
         # Searching a vendor takes a twentieth of the time that the pattern takes.
         if not any(vendor in lower_case for vendor in _VENDORS):
             continue
-        devices |= {names[match.casefold()] for match in pattern.findall(line)}
-        devices |= {" ".join(match.split()) for match in _OTHER_DEVICES.findall(line)}
+        known = {names[match.casefold()] for match in pattern.findall(line)}
+        devices |= known or {" ".join(match.split()) for match in _OTHER_DEVICES.findall(line)}
     return devices.pop() if len(devices) == 1 else ""
 
 
@@ -171,8 +171,15 @@ def find_device_in_arguments(arguments: Mapping[str, str]) -> str:
     return "Ascend NPU" if arguments.get("distributed_backend") == "hccl" else ""
 
 
-_VENDORS = ("nvidia", "tesla", "ascend", "instinct")
-_OTHER_DEVICES = re.compile(r"\b(?:Ascend ?9\d0\w*|(?:AMD )?Instinct MI\d{2,3}\w*)", re.IGNORECASE)
+_VENDORS = (
+    *("nvidia", "tesla", "ascend", "instinct", "tpu v", "gaudi", "data center gpu max", "mlu"),
+)
+_OTHER_DEVICES = re.compile(
+    r"\b(?:Ascend ?9\d0\w*|(?:AMD )?Instinct MI\d{2,3}\w*|TPU v\d[a-z]{0,5}|(?:Intel )?Gaudi ?\d|"
+    r"Data Center GPU Max \d{4}|MLU\d{3}\w*|"
+    r"NVIDIA (?:GeForce |Quadro |Tesla )?(?:RTX )?(?:[A-Z]{1,2}\d{1,3}|\d{4})(?: Ti| SUPER)?)\b(?![-\w])",
+    re.IGNORECASE,
+)
 """Devices whose peak rates are unknown here. Their names keep their runs from being compared with others."""
 
 

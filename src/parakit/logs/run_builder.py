@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -25,8 +25,10 @@ from parakit.logs.scraped import (
     MoreArgument,
     NumbersAhead,
     ParameterCount,
+    PrintedArgument,
     Remark,
     ScrapedLog,
+    StepAhead,
     TheoreticalMemory,
     TheoreticalParameters,
     Timer,
@@ -50,6 +52,7 @@ _KEYS: dict[type[Any], Callable[[Any], Any]] = {
     Ending: lambda _: "",
     TheoreticalParameters: lambda parameters: parameters.label,
     MoreArgument: lambda argument: argument.name,
+    PrintedArgument: lambda argument: argument.name,
 }
 """Functions that return the key of a fact. Of facts with one key the last counts; other kinds have no key."""
 
@@ -82,6 +85,9 @@ class RunBuilder:
         self._listed: dict[str, str] = {}
         self._ahead: NumbersAhead | None = None
         self._stored_ahead: dict[str, Any] = {}
+        self._step_ahead: StepAhead | None = None
+        self._are_numbered = False
+        """True if an iteration without a number of its own got the number of an earlier line."""
         self._trainer: str | None = None
         self._errors = ErrorCollector()
         self._overflow = False
@@ -113,6 +119,8 @@ class RunBuilder:
 
         None means that the iteration needs such numbers and there are none.
         """
+        if line.by_order:
+            return self._number_by_order(line)
         if line.by_arguments:
             counted = line.by_arguments(self._listed)
             return line._replace(iteration=counted) if counted else None
@@ -123,6 +131,25 @@ class RunBuilder:
             return line
         self._ahead = None
         return line._replace(iteration=completed) if completed else None
+
+    def _number_by_order(self, line: ParsedIteration) -> ParsedIteration | None:
+        """Return an iteration that has no number of its own with the number of an earlier line, else with the next one.
+
+        None means that earlier iterations got their numbers from lines before them and this one has none.
+        """
+        step, self._step_ahead = self._step_ahead, None
+        last = self.iterations.last.iteration if self.iterations.last else 0
+        if step is not None and step.number > last:
+            self._are_numbered = True
+            number, total = step.number, step.total
+        elif self._are_numbered:
+            return None
+        else:
+            number, total = last + 1, None
+        iteration = msgspec.structs.replace(
+            line.iteration, iteration=number, total_iterations=total
+        )
+        return line._replace(iteration=iteration)
 
     def add_iteration(self, line: ParsedIteration, log_line: int) -> None:
         """Store an iteration. Of iterations with one number the last counts.
@@ -190,22 +217,25 @@ class RunBuilder:
                     self._trainer = f"{trainer}, of which no iteration is read: {reason}"
                     break
 
-    def build(self, path: str, part: int, parts: int) -> ScrapedLog:
+    def build(self, path: str, part: int, parts: int, notes: Sequence[str] = ()) -> ScrapedLog:
         """Return everything that was stored of the run.
 
         `path` is the log's path, `part` the run's number in the log, and `parts` the number of runs.
+        `notes` are added to the run's own notes.
         """
         iterations, replaced = self.iterations.build()
         iterations = iterations.derive_times()
-        notes = [
+        all_notes = [
             f"restarted at iteration {first}; of repeated iterations the later line counts"
             for first in self._restarts[:20]
         ]
         if self._overflow:
-            notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
+            all_notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
         # Arguments outside of the list count only if there is a list.
         more_arguments = {fact.name: fact.value for fact in self._list_facts(MoreArgument)}
-        arguments = self._listed | more_arguments if self._listed else {}
+        arguments = {fact.name: fact.value for fact in self._list_facts(PrintedArgument)}
+        if self._listed:
+            arguments |= self._listed | more_arguments
         printed_interval = arguments.get("log_interval", "")
         intervals = Counter(np.diff(iterations.numbers[:1000]).tolist())
         usual_interval = intervals.most_common(1)[0][0] if intervals else None
@@ -236,7 +266,7 @@ class RunBuilder:
             exit_reason=next((fact.reason for fact in self._list_facts(Ending)), None),
             trace=self._errors.trace(),
             first_seen=self._first_seen,
-            notes=tuple(notes),
+            notes=(*all_notes, *notes),
         )
 
     def _take_fact(self, fact: Fact) -> None:
@@ -262,6 +292,8 @@ class RunBuilder:
                 self._list = fact
             case NumbersAhead():
                 self._ahead = fact
+            case StepAhead():
+                self._step_ahead = fact
             case _:
                 self._store(fact)
                 # A checkpoint is loaded before training, which is no pause.

@@ -184,7 +184,10 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
     problems: list[str] = []
     for path in paths:
         try:
-            runs += [load_folder(path)] if path.is_dir() else load_log(path)
+            if path.is_dir() and not records.is_run_folder(path):
+                problems.append(describe_folder(path))
+            else:
+                runs += [load_folder(path)] if path.is_dir() else load_log(path)
         except OSError as error:
             problems.append(f"{path} cannot be read: {error.strerror or error}; it is left out.")
         except Exception as error:
@@ -192,6 +195,21 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[Run], list[str]]:
             fault = f"{type(error).__name__}: {error}"
             problems.append(f"{path} cannot be read ({fault}); it is left out, please report it.")
     return runs, problems
+
+
+_MAX_LOGS = 5
+"""Logs of a folder that a sentence names."""
+
+
+def describe_folder(folder: Path) -> str:
+    """Return the sentence on a folder that is no run folder, with the logs or runs in it."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    logs = [path for path in files if {".log", ".txt", ".out"} & set(path.suffixes)]
+    runs = find_run_folders(folder)
+    names = [str(path) for path in [*runs, *logs][:_MAX_LOGS]]
+    if not names:
+        return f"{folder} is a folder without a log; name a log or a run folder."
+    return f"{folder} is a folder and no run; name what is in it: {' '.join(names)}."
 
 
 def find_run_folders(root: Path) -> list[Path]:
@@ -264,7 +282,7 @@ def load_log(path: Path) -> list[Run]:
 
 
 def _add_record(run: Run, record: RunRecord) -> Run:
-    """Return the run with what its record states."""
+    """Return a copy of the run with the facts of its `run.json`: configuration, versions, devices and data."""
     spec, entry = record.spec, record.entry
     on_gpu = spec.device is DeviceKind.GPU and record.host.devices
     batch_size = run.window.global_batch_size

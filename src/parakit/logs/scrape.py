@@ -25,6 +25,7 @@ _SHORTEST = 8
 """Characters of the shortest line that is read."""
 _MIN_PLAIN_LINES = 4
 """Fewest plain iteration lines that are stored together. Fewer lines are read faster one by one."""
+DAMAGED = "the packed file is damaged or cut off: only the lines that can be unpacked were read"
 _STARTS = re.compile("|".join(start for dialect in load_dialects() for start in dialect.starts))
 """Pattern of lines with which training starts."""
 
@@ -44,14 +45,21 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
     Raises:
         OSError: The file cannot be read.
     """
-    formats, pieces = open_log(path)
+    damages: list[str] = []
+    formats, pieces = open_log(path, lambda: damages.append(DAMAGED))
     scraper = _Scraper(formats)
     for piece in pieces:
         feed = scraper.feed_block if piece.whole else scraper.feed_lines
         feed(piece.data, piece.numbers)
     runs = scraper.finish()
     return tuple(
-        run.build(str(path), number, len(runs)) for number, run in enumerate(runs, start=1)
+        run.build(
+            str(path),
+            part=number,
+            parts=len(runs),
+            notes=damages if number == len(runs) else (),
+        )
+        for number, run in enumerate(runs, start=1)
     )
 
 

@@ -117,6 +117,22 @@ class MoreArgument(Fact):
 
 
 @dataclass(frozen=True)
+class PrintedArgument(Fact):
+    """An argument that a trainer without a list of arguments prints in a sentence."""
+
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class StepAhead(Fact):
+    """Number of the step to which the next line without a number belongs."""
+
+    number: int
+    total: int
+
+
+@dataclass(frozen=True)
 class NumbersAhead(Fact):
     """Numbers of the next iteration, on a separate line before its own line."""
 

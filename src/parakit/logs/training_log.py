@@ -15,6 +15,7 @@ from parakit.formatting.presented import PresentedTable
 from parakit.formatting.terminal import say
 from parakit.logs.diagnosis import classify_log
 from parakit.logs.iterations import IterationTable
+from parakit.logs.runs import describe_folder
 from parakit.logs.scrape import scrape_runs
 from parakit.logs.scraped import ScrapedLog
 
@@ -57,7 +58,7 @@ class TrainingLog(PresentedTable):
     def to_dict(self) -> dict[str, Any]:
         """Return what `parakit report scrape --json` prints. Values that the log does not state are None.
 
-        An iteration has only the numbers of its line, and None instead of NaN or infinity.
+        An iteration has only the numbers that its line states. NaN and infinity become None.
         """
         return {
             "path": self.log.path,
@@ -89,6 +90,8 @@ def read_training_logs(path: Path) -> tuple[TrainingLog, ...]:
     Raises:
         UnreadableLogError: The file cannot be read.
     """
+    if path.is_dir():
+        raise UnreadableLogError(describe_folder(path))
     try:
         logs = scrape_runs(path)
     except OSError as error:

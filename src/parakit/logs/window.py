@@ -57,7 +57,7 @@ class _LineSelection:
 
 
 def select_window(log: ScrapedLog) -> Window:
-    """Return the samples of a log whose time is that of a complete iteration after the warm-up.
+    """Return the samples of a log that measure a complete iteration after the warm-up.
 
     Left out are the first line after a start, the averaged second one, the line after an evaluation or a
     checkpoint, skipped steps, lines of another batch size, and then the warm-up that the data shows. Lines

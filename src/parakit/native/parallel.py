@@ -319,8 +319,8 @@ def _run_remote_experts(
 ) -> Tensor:
     """Send each row to the rank that holds its expert, run the experts, and send the results back.
 
-    With `group` bound, the function is a `Dispatch`: `counts` has the rows per expert of all ranks, and
-    `experts` are those of this rank.
+    `counts` has the rows per expert of all ranks, and `experts` are the experts of this rank. Once `group` is
+    bound by `partial`, the function can be used as a `Dispatch`.
     """
     num_local_experts = len(experts)
     # Rows per rank and expert of that rank, [ranks, local experts].

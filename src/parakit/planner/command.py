@@ -39,7 +39,9 @@ def plan(given: Namespace) -> int:
 
 
 def _predict_one_strategy(options: PlanOptions) -> int:
-    """Print, and draw, the prediction of STRATEGY=, beside that of WHAT_IF= if there is one; return 0."""
+    """Print the prediction of STRATEGY=, and of WHAT_IF= if it is given, draw them if SVG= names a file, and
+    return 0.
+    """
     if options.recipe:
         raise RequestError("RECIPE= is of a search; give STRATEGY= its flags with EXTRA=.")
     strategies = [time_strategy(options)]

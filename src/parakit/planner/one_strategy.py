@@ -176,7 +176,8 @@ def _build_spec(options: PlanOptions, request: Request, parallelism: Parallelism
 
 
 def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
-    """Return options with the variables of a text such as `WHAT_IF="GPU=b200 MICRO_BATCH=2"` in place of their own.
+    """Return the options with some variables replaced, as a text such as `WHAT_IF="GPU=b200 MICRO_BATCH=2"`
+    states.
 
     Raises:
         RequestError: A word of the text sets no variable of `make plan`; the message has a similar name.
@@ -209,7 +210,9 @@ _NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "LARGEST"
 def encode_timed_strategy(
     timed: TimedStrategy, other: TimedStrategy | None = None
 ) -> dict[str, Any]:
-    """Return a prediction as data for JSON, with that of WHAT_IF if there is one: bytes and seconds."""
+    """Return a prediction as data for JSON, in bytes and seconds. If WHAT_IF= was given, its prediction is
+    included.
+    """
     return {
         "model": timed.request.model.name,
         "gpu": timed.request.cluster.device.key,

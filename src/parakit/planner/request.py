@@ -58,7 +58,10 @@ def build_request(options: PlanOptions) -> Request:
     is_cpu = device.key == "cpu"
     dtype = options.dtype or ("fp32" if is_cpu else model.dtype)
     if dtype not in PRECISIONS:
-        raise RequestError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
+        remedy = f"use {', '.join(PRECISIONS)}."
+        if dtype.startswith("fp8"):
+            remedy = 'fp8 is a recipe on top of bf16: use EXTRA="--fp8-format hybrid".'
+        raise RequestError(f"There is no dtype '{dtype}'; {remedy}")
     global_batch = _resolve_global_batch(options, model, devices)
     template = _build_template(options, model, extra, global_batch)
     if is_cpu:

@@ -64,10 +64,10 @@ def judge_fit_on_cluster(spec: RunSpec, memory: PredictedMemory, cluster: Cluste
 def judge_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> Fit:
     """Return the verdict on a run on devices with `device_bytes`; `memory` is that of its peak rank.
 
-    A run fits if it holds at most `CLOSE_FRACTION` of the device, and if it stays below the usable memory even when
-    the prediction is too low by its error. A run does not fit if it needs more than the device without reclaimable
-    blocks of the allocator. Predictions for sharded weights may be too high by their error, so their runs are close
-    up to that much above the device's memory.
+    A run fits if it holds at most `CLOSE_FRACTION` of the device, and if it stays below the usable memory even
+    when the prediction is too low by its error. A run does not fit if it needs more than the device without
+    reclaimable blocks of the allocator. Predictions for sharded weights may be too high. Such a run is
+    therefore close, and not too large, up to that error above the device's memory.
     """
     if memory.needed > device_bytes * (1 + _overestimate_fraction(spec)):
         return Fit.DOES_NOT_FIT

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.artifacts.run import utc_stamp
+from parakit.artifacts.run import Status, utc_stamp
 from parakit.config.files import is_plain_name, relative_to_root
 from parakit.config.hardware import Device
 from parakit.config.published import load_published
@@ -81,6 +81,11 @@ def build(options: BuildOptions, console: Console) -> int:
         return 2
     try:
         finished = finish_report(name, options)
+        if options.paths and _is_empty(finished.report):
+            # An empty page would replace the newest report under `latest`.
+            for sentence in _describe_empty(finished.report):
+                say(console, sentence)
+            return 1
         write_report(finished, options.reports_root / name)
     except BaselineError as error:
         console.print(str(error), markup=False)
@@ -102,12 +107,30 @@ def build(options: BuildOptions, console: Console) -> int:
         )
     # `say` does not wrap lines: a path in two lines could neither be clicked nor copied.
     say(console, f"Report: {options.reports_root / name / 'report.html'}")
-    if not report.entries:
+    return _find_exit_code(report, is_strict=options.strict)
+
+
+def _find_exit_code(report: Report, *, is_strict: bool) -> int:
+    """Return the exit code of a written report, as `build` documents it."""
+    if not report.entries or (is_strict and any(change.fails_strict for change in report.changes)):
         return 1
-    if options.strict and any(change.fails_strict for change in report.changes):
-        return 1
-    undecided = any(change.kind == UNDECIDED for change in report.changes)
-    return EXIT_UNDECIDED if options.strict and undecided else 0
+    is_undecided = any(change.kind == UNDECIDED for change in report.changes)
+    return EXIT_UNDECIDED if is_strict and is_undecided else 0
+
+
+def _is_empty(report: Report) -> bool:
+    """Return True if a report of named paths has no run, or only logs in which nothing could be read."""
+    return all(
+        entry.run.is_foreign and entry.run.status.status is Status.NO_LOG
+        for entry in report.entries
+    )
+
+
+def _describe_empty(report: Report) -> Iterator[str]:
+    """Yield why nothing could be reported of each path."""
+    yield from report.problems
+    yield from (entry.run.status.reason for entry in report.entries)
+    yield "No report was written."
 
 
 def finish_report(name: str, options: BuildOptions) -> FinishedReport:

@@ -5,10 +5,14 @@
 
 from __future__ import annotations
 
+import atexit
+import shutil
 import sys
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +63,7 @@ def report(given: Namespace) -> int:
     if given.scrape:
         if not given.logs:
             raise ValueError("'report --scrape' reads logs; name them: LOGS=\"a.log b.log\".")
-        return scrape([Path(log) for log in given.logs], given.json)
+        return scrape([path for log in given.logs for path in _matching(log)], given.json)
     if given.json:
         raise ValueError(
             "--json (JSON=) needs --scrape; the figures of a report are in its results.json."
@@ -109,6 +113,8 @@ def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
 def named_logs(word: str) -> list[tuple[Path, str]]:
     """Return the paths that one word of LOGS= stands for, each with a name or an empty text.
 
+    `-` is standard input, which is copied to a file until the program ends.
+
     A word is a path or a pattern, whose files get an empty name, or `name=path,path`. Logs of one name are repeats
     of one configuration: `tp2=1.log,2.log` gives both logs the name `tp2`. A pattern without a match is returned as
     a path.
@@ -117,6 +123,13 @@ def named_logs(word: str) -> list[tuple[Path, str]]:
     # A path may hold "=", too.
     if not is_named or "/" in name or Path(word).exists():
         return [(path, "") for path in _matching(word)]
+    # A name may hold it as well, such as the label `lr=1e-3`: its paths exist.
+    parts = word.split("=")
+    for end in range(len(parts) - 1, 1, -1):
+        candidate = "=".join(parts[end:])
+        if all(Path(path).exists() for path in candidate.split(",")):
+            name, paths = "=".join(parts[:end]), candidate
+            break
     return [(path, name) for part in filter(None, paths.split(",")) for path in _matching(part)]
 
 
@@ -125,11 +138,24 @@ def _matching(word: str) -> list[Path]:
 
     No shell expands a pattern in a variable of make.
     """
+    if word == "-":
+        return [_store_standard_input()]
     path = Path(word)
     if path.exists():
         return [path]
     root = Path(path.anchor)
     return sorted(root.glob(str(path.relative_to(root)))) or [path]
+
+
+@cache
+def _store_standard_input() -> Path:
+    """Return the path of a temporary file with all of standard input, because a log is read more than once."""
+    folder = Path(tempfile.mkdtemp(prefix="parakit-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    path = folder / "standard-input.log"
+    with path.open("wb") as file:
+        shutil.copyfileobj(sys.stdin.buffer, file)
+    return path
 
 
 def report_arguments(parser: ArgumentParser) -> None:

@@ -126,7 +126,7 @@ class ActivationAligner:
     def _align_with_same_rank(
         self, rank: CapturedRank, record: TensorRecord, ours: Array
     ) -> Alignment:
-        """Align with the same rank of a reference of the same layout."""
+        """Align a tensor with that of the same rank in a reference that has the same layout."""
         rank_capture = self._reference.ranks[rank.rank]
         stripped = _strip_micro_batch(record.tensor_key)
         tensor_key = TensorKey(
@@ -221,7 +221,7 @@ class ActivationAligner:
     ) -> Alignment:
         """Align a sum over the tokens of a micro batch by summing over the global batch.
 
-        Micro batches of another size have other sums, but their total is the same. This holds for losses
+        Sums over micro batches of different sizes differ, but their total is the same. This holds for losses
         alone; any other tensor is not aligned.
         """
         tensor_key, rank = record.tensor_key, rank_capture.rank
@@ -446,15 +446,13 @@ def _cut_part(
 ) -> Array | None:
     """Return the part of `full` that a rank's tensor of `shape` is; None if no known split gives it.
 
-    Each dimension whose size differs is cut in turn: the first by sequence and context parallelism if it is
-    the sequence, the others by tensor parallelism.
+    Each dimension whose size differs is cut. The sequence is cut by context and sequence parallelism, and any
+    other dimension by tensor parallelism.
     """
     if full.ndim != len(shape):
         return None
-    length, batch = reference.sequence_length, reference.micro_batch_size
     # With MTP the model's sequence and those of the MTP layers are concatenated, each split by itself.
-    is_sequence_first = full.ndim > 2 and full.shape[1] == batch and full.shape[0] % length == 0
-    num_sequences = full.shape[0] // length if is_sequence_first else 1
+    num_sequences = _count_sequences(full, reference)
     if num_sequences > 1 and full.shape != shape and shape[0] % num_sequences == 0:
         shape_of_one = (shape[0] // num_sequences, *shape[1:])
         parts = []
@@ -466,36 +464,63 @@ def _cut_part(
                 return None
             parts.append(part)
         return np.concatenate(parts)
-    tensor = rank.expert_tensor if is_in_expert(tensor_key.name) else rank.tensor
-    tensor_rank, tensor_size = tensor
+    length = reference.sequence_length
     # Rows of an expert are tokens in the order of routing, so none of its dimensions is the sequence.
     is_sequence_passed = is_in_expert(tensor_key.name)
+    cut: Array | None = full
     for axis, (full_size, size) in enumerate(zip(full.shape, shape, strict=True)):
         if full_size == size:
             is_sequence_passed |= full_size == length
             continue
-        # Fewer query groups than tensor-parallel ranks: several ranks hold the same group.
-        is_shared_group = size == 1 and full_size < tensor_size
-        if 0 in (full_size, size) or (full_size % size and not is_shared_group):
-            return None
         is_merged = axis == 0 and full_size == length * rank.micro_batch_size
-        cut: Array | None
-        if not is_sequence_passed and (full_size == length or is_merged):
+        is_sequence = not is_sequence_passed and (full_size == length or is_merged)
+        is_divisible = size > 0 and full_size > 0 and full_size % size == 0
+        if is_sequence and is_divisible:
             is_sequence_passed = True
             ratio = full_size // size
-            cut = _cut_sequence(full, axis, ratio=ratio, rank=rank, reference=reference)
-        elif full_size // size == tensor_size:
-            is_gated = rank.gated and GATED in tensor_key.name
-            cut = _cut_tensor_parallel(full, axis, tensor=tensor, is_gated=is_gated)
-        elif is_shared_group:
-            group = tensor_rank * full_size // tensor_size
-            cut = full.take([group], axis)
+            cut = _cut_sequence(cut, axis, ratio=ratio, rank=rank, reference=reference)
         else:
-            cut = None
+            cut = _cut_dimension_by_tensor_parallel(
+                cut, axis, size=size, rank=rank, tensor_key=tensor_key
+            )
         if cut is None:
             return None
-        full = cut
-    return full if full.shape == shape else None
+    return cut if cut.shape == shape else None
+
+
+def _count_sequences(full: Array, reference: CapturedRank) -> int:
+    """Return the number of sequences that a tensor's first dimension has one after another; 1 if it is no sequence."""
+    if full.ndim <= 2 or full.shape[1] != reference.micro_batch_size:
+        return 1
+    num_sequences, remainder = divmod(full.shape[0], reference.sequence_length)
+    return num_sequences if remainder == 0 else 1
+
+
+def _cut_dimension_by_tensor_parallel(
+    tensor: Array, axis: int, *, size: int, rank: CapturedRank, tensor_key: TensorKey
+) -> Array | None:
+    """Return the tensor-parallel rank's part of a dimension; None if the dimension is not split by TP.
+
+    Args:
+        tensor: The tensor, whose dimension has its full size.
+        axis: The dimension.
+        size: The size of the dimension on the rank.
+        rank: The rank.
+        tensor_key: Key of the tensor; experts have a TP of their own.
+    """
+    tensor_parallel = rank.expert_tensor if is_in_expert(tensor_key.name) else rank.tensor
+    tensor_rank, tensor_size = tensor_parallel
+    full_size = tensor.shape[axis]
+    if full_size == 0 or size == 0:
+        return None
+    if full_size % size == 0 and full_size // size == tensor_size:
+        is_gated = rank.gated and GATED in tensor_key.name
+        return _cut_tensor_parallel(tensor, axis, tensor=tensor_parallel, is_gated=is_gated)
+    # Fewer query groups than tensor-parallel ranks: several ranks hold the same group.
+    if size == 1 and full_size < tensor_size:
+        group = tensor_rank * full_size // tensor_size
+        return tensor.take([group], axis)
+    return None
 
 
 def _cut_sequence(

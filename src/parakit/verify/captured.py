@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -336,8 +336,7 @@ def order_tensor_keys(capture: Capture) -> list[TensorKey]:
     Ranks of one pipeline stage can hold different tensors, such as experts. The first rank of the stage gives the
     order. If rank 1 computes `a`, `x`, `b` and rank 0 only `a`, `b`, then `x` is placed directly before `b`.
     """
-    # A position is the stage, the first layer of the rank's chunk of consecutive layers, and the place in it.
-    positions: dict[TensorKey, tuple[int, float, float]] = {}
+    positions: dict[TensorKey, _OrderPosition] = {}
     pipeline_ranks_seen: set[int] = set()
     for rank_capture in capture.ranks:
         tensor_keys = dict.fromkeys(
@@ -348,31 +347,73 @@ def order_tensor_keys(capture: Capture) -> list[TensorKey]:
         pipeline_rank = rank_capture.rank.pipeline[0]
         is_later_rank = pipeline_rank in pipeline_ranks_seen
         pipeline_ranks_seen.add(pipeline_rank)
-        for stage_index, stage in enumerate(CaptureStage):
-            tensor_keys_of_stage = [
-                tensor_key for tensor_key in tensor_keys if tensor_key.stage is stage
-            ]
-            sign = -1 if stage is CaptureStage.ACTIVATION_GRADIENTS else 1
-            chunk_numbers = [
-                first_layers.get(_layer_number(tensor_key.name))
-                for tensor_key in tensor_keys_of_stage
-            ]
-            known_numbers = (number for number in chunk_numbers if number is not None)
-            # Tensors before the first layer, such as the embedding's, come before that layer's chunk.
-            chunk = sign * next(known_numbers, 0) - 0.5
-            positions_before = (
-                _positions_before_known_tensor_keys(tensor_keys_of_stage, positions)
-                if is_later_rank
-                else {}
-            )
-            last_position = -1.0
-            for tensor_key, number in zip(tensor_keys_of_stage, chunk_numbers, strict=True):
-                if number is not None:
-                    chunk = sign * number
-                step = _SMALL_STEP if is_later_rank else 1.0
-                position = positions_before.get(tensor_key, last_position + step)
-                last_position = positions.setdefault(tensor_key, (stage_index, chunk, position))[2]
+        for stage in CaptureStage:
+            keys_of_stage = [key for key in tensor_keys if key.stage is stage]
+            chunks = _chunks_of_tensor_keys(keys_of_stage, stage, first_layers)
+            _add_positions(positions, keys_of_stage, chunks, is_later_rank=is_later_rank)
     return sorted(positions, key=positions.__getitem__)
+
+
+class _OrderPosition(NamedTuple):
+    """The position of a tensor in the order of computation; positions are compared field by field."""
+
+    stage_index: int
+    chunk: float
+    """First layer of the tensor's chunk of consecutive layers, negative in the backward pass."""
+    within_chunk: float
+
+
+def _chunks_of_tensor_keys(
+    tensor_keys: Sequence[TensorKey],
+    stage: CaptureStage,
+    first_layers: Mapping[int | None, int],
+) -> list[float]:
+    """Return, for each key of a rank and stage, the number by which its chunk of layers is ordered.
+
+    A tensor outside of layers belongs to the chunk of the tensor before it. Tensors before the first layer, such as the
+    embedding's, come before that layer's chunk.
+    """
+    sign = -1 if stage is CaptureStage.ACTIVATION_GRADIENTS else 1
+    numbers = [first_layers.get(_layer_number(key.name)) for key in tensor_keys]
+    known_numbers = [number for number in numbers if number is not None]
+    first_number = known_numbers[0] if known_numbers else 0
+    chunk = sign * first_number - 0.5
+    chunks = []
+    for number in numbers:
+        if number is not None:
+            chunk = sign * number
+        chunks.append(chunk)
+    return chunks
+
+
+def _add_positions(
+    positions: dict[TensorKey, _OrderPosition],
+    tensor_keys: Sequence[TensorKey],
+    chunks: Sequence[float],
+    *,
+    is_later_rank: bool,
+) -> None:
+    """Add the positions of a rank's keys of one stage to `positions`; a key that has a position keeps it.
+
+    Args:
+        positions: Positions of the earlier ranks' keys, which is changed.
+        tensor_keys: The rank's keys of the stage, in the order of its computation.
+        chunks: The chunk of each key.
+        is_later_rank: True if an earlier rank of the same pipeline stage gave the order. Keys that only this rank
+            has are placed just before or after keys of that order.
+    """
+    stages = list(CaptureStage)
+    positions_before: dict[TensorKey, float] = {}
+    step = 1.0
+    if is_later_rank:
+        positions_before = _positions_before_known_tensor_keys(tensor_keys, positions)
+        step = _SMALL_STEP
+    last_position = -1.0
+    for key, chunk in zip(tensor_keys, chunks, strict=True):
+        within_chunk = positions_before.get(key, last_position + step)
+        if key not in positions:
+            positions[key] = _OrderPosition(stages.index(key.stage), chunk, within_chunk)
+        last_position = positions[key].within_chunk
 
 
 def _first_layers_of_chunks(tensor_keys: Mapping[TensorKey, None]) -> dict[int | None, int]:
@@ -385,7 +426,7 @@ def _first_layers_of_chunks(tensor_keys: Mapping[TensorKey, None]) -> dict[int |
 
 
 def _positions_before_known_tensor_keys(
-    tensor_keys: Sequence[TensorKey], positions: Mapping[TensorKey, tuple[int, float, float]]
+    tensor_keys: Sequence[TensorKey], positions: Mapping[TensorKey, _OrderPosition]
 ) -> dict[TensorKey, float]:
     """Return positions for the keys without one, each just before the next key that has a position.
 
@@ -395,7 +436,7 @@ def _positions_before_known_tensor_keys(
     next_position: float | None = None
     for tensor_key in reversed(tensor_keys):
         if tensor_key in positions:
-            next_position = positions[tensor_key][2]
+            next_position = positions[tensor_key].within_chunk
         elif next_position is not None:
             next_position -= _SMALL_STEP
             new_positions[tensor_key] = next_position

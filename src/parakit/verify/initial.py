@@ -81,7 +81,8 @@ def _find_different_copies(pieces: list[RankPiece]) -> Iterator[ParameterFault]:
 
 
 def _find_equal_parts(pieces: list[RankPiece]) -> Iterator[ParameterFault]:
-    """Yield the parts that have the same random values as a part of another region or parameter.
+    """Yield the parts of initial weights whose random values equal those of a part of another region or
+    parameter.
 
     Constant and very small parts are equal without a fault, so they are left out.
     """

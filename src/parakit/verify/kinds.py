@@ -173,8 +173,8 @@ def _find_factor(tensor: ComparedTensor, limit: float, rank: CapturedRank) -> It
 def name_factor(factor: float, rank: CapturedRank) -> str:
     """Return the parallel degrees that a factor is close to, or the factor's number.
 
-    The text is `×TP` for the tensor-parallel degree, `÷TP` for its inverse, `×√TP` for its square root, and
-    several such texts joined by `or` if degrees are equal. Degrees of 1 are left out.
+    For example, `×TP` means the tensor-parallel degree, `÷TP` its inverse and `×√TP` its square root. If
+    several degrees are equal, their texts are joined by `or`. Degrees of 1 are left out.
     """
     data, context = rank.data[1], rank.context[1]
     degrees = {
@@ -226,28 +226,35 @@ def classify_by_parts(
     if num_independent < len(parts) or relative_error(columns @ factors, ours) > limit:
         return None
     error_norm = np.linalg.norm(tensor.ours - tensor.reference)
+    wrong_factors: dict[str, float] = {}
+    for name, factor in zip(parts, factors, strict=True):
+        expected_factor = 0.0 if name == extra else 1.0
+        error_of_part = np.linalg.norm(parts[name]) * abs(factor - expected_factor)
+        if error_of_part > _UNEXPLAINED_FRACTION * error_norm:
+            wrong_factors[name] = float(factor)
+    if not wrong_factors:
+        return None
     descriptions: list[str] = []
     missing_parts: list[str] = []
-    last_factor: float | None = None
-    for name, fitted_factor in zip(parts, factors, strict=True):
-        expected_factor = 0.0 if name == extra else 1.0
-        error_of_part = np.linalg.norm(parts[name]) * abs(fitted_factor - expected_factor)
-        is_wrong = error_of_part > _UNEXPLAINED_FRACTION * error_norm
-        if not is_wrong:
-            continue
-        factor = last_factor = float(fitted_factor)
+    for name, factor in wrong_factors.items():
         if abs(factor) < _UNEXPLAINED_FRACTION:
             missing_parts.append(name)
-        elif name == extra and abs(factor - 1) < _UNEXPLAINED_FRACTION:
-            descriptions.append(f"{name} on top")
         else:
-            text = name_factor(factor, rank)
-            descriptions.append(f"{name} {text}" if text[0] in "×÷" else f"{name} ×{text}")
+            descriptions.append(_describe_wrong_factor(name, factor, rank, is_extra=name == extra))
     if missing_parts:
         descriptions.append(f"without {', '.join(missing_parts)}")
-    if not descriptions:
-        return None
-    return ErrorKind(", ".join(descriptions), last_factor if len(descriptions) == 1 else None)
+    only_factor = None
+    if len(descriptions) == 1:
+        only_factor = list(wrong_factors.values())[-1]
+    return ErrorKind(", ".join(descriptions), only_factor)
+
+
+def _describe_wrong_factor(name: str, factor: float, rank: CapturedRank, *, is_extra: bool) -> str:
+    """Return how a part of a sum is wrong, such as `loss ×2`, or `loss on top` for a part that should not be there."""
+    if is_extra and abs(factor - 1) < _UNEXPLAINED_FRACTION:
+        return f"{name} on top"
+    text = name_factor(factor, rank)
+    return f"{name} {text}" if text[0] in "×÷" else f"{name} ×{text}"
 
 
 def _find_missing_sum(

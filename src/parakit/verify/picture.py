@@ -158,7 +158,7 @@ class Picture:
     def worst(self, max_elements: int = 6) -> Iterator[tuple[str, str, str]]:
         """Yield index, our value and the reference's value of the elements that differ most.
 
-        All elements of a tensor that is not drawn are yielded, in their order.
+        A tensor that is too small to be drawn yields all its elements, in their order.
         """
         if not self.relative.size:
             return

@@ -108,8 +108,8 @@ def find_rounding_flips(
 ) -> Array:
     """Return which tokens have other experts than in the reference because of rounding alone.
 
-    For such a token the router would choose our experts if every score were off by the tolerance in their
-    favour.
+    For such a token, the reference's router would choose the strategy's experts if each score changed by at
+    most the tolerance.
 
     Args:
         ours: True for the chosen experts, [tokens, experts].

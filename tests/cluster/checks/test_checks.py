@@ -1,4 +1,4 @@
-"""The checks on machines that stand-in programs and a stand-in NVML describe."""
+"""Checks on machines that are simulated by fake programs and a fake NVML."""
 
 import re
 import shutil
@@ -61,7 +61,9 @@ def test_a_busy_gpu_and_a_single_one_are_warned_about(two_h200: FakeNvml) -> Non
     assert "-2cpu targets" in devices.check_description(describe_machine())[1].fix
 
 
-def test_no_driver_is_no_failure_but_a_broken_one_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_driver_is_no_failure_but_a_broken_driver_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def fail(code: int) -> dict[str, object]:
         def init() -> None:
             raise pynvml.NVMLError(code)
@@ -78,7 +80,7 @@ def test_no_driver_is_no_failure_but_a_broken_one_is(monkeypatch: pytest.MonkeyP
     all_gpus.cache_clear()
 
 
-def test_before_setup_the_driver_alone_is_looked_at(
+def test_only_the_driver_is_checked_before_setup(
     bin_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(devices, "kit_python", lambda: None)
@@ -96,7 +98,7 @@ def test_before_setup_the_driver_alone_is_looked_at(
 
 
 @pytest.mark.ranks
-def test_the_kits_python_is_asked_for_the_devices() -> None:
+def test_devices_are_queried_with_the_python_of_the_kit() -> None:
     (driver, *_) = devices.check_devices()
     assert driver.subject == "Driver"
     assert not driver.finding.startswith("cannot be asked")
@@ -150,13 +152,13 @@ def version(package: str) -> str:
     return importlib.metadata.version(package)
 
 
-def test_the_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_disk_is_measured_and_unchanged(tmp_path: Path) -> None:
     result = host.check_disk(str(tmp_path))
     assert re.fullmatch(r"\d+ GiB free, writes \d+ MB/s", result.finding)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_readme_setup_and_doctor_name_the_same_room_on_disk() -> None:
+def test_readme_setup_and_doctor_state_the_same_disk_space() -> None:
     readme = re.search(
         r"(\d+) GB of disk \(([\d.]+) GB of packages", (ROOT / "README.md").read_text()
     )
@@ -201,7 +203,7 @@ def test_an_unreachable_hub_names_the_mirror_variable(monkeypatch: pytest.Monkey
         ("", "", "not logged in"),
     ],
 )
-def test_wandb_is_decided_by_the_keys_presence(
+def test_wandb_check_depends_on_the_presence_of_the_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, netrc_text: str, finding: str
 ) -> None:
     (tmp_path / "netrc").write_text(netrc_text)
@@ -214,7 +216,7 @@ def test_wandb_is_decided_by_the_keys_presence(
 
 
 @pytest.mark.ranks
-def test_a_program_that_hangs_or_is_missing_is_an_answer(bin_folder: Path) -> None:
+def test_hanging_or_missing_program_gives_a_result(bin_folder: Path) -> None:
     (bin_folder / "sleep").symlink_to("/bin/sleep")
     assert run_program(["sleep", "600"], seconds=0.1).problem == "no answer within 0 s"
     assert run_program(["no-such-program"]).code is None

@@ -34,12 +34,14 @@ def values(argv: tuple[str, ...], flag: str) -> list[str]:
     return [argv[index + 1] for index, word in enumerate(argv) if word == flag]
 
 
-def test_a_container_is_the_callers_and_has_what_nccl_wants_and_no_more(docker: FakeDocker) -> None:
+def test_container_runs_as_the_caller_with_only_the_privileges_that_nccl_needs(
+    docker: FakeDocker,
+) -> None:
     argv = composed(DOCKER).command("runs/20250901T000000Z-tp2-gpt2-large-2gpu")
     image = argv.index("megatron-parallelism-kit:25.06-py3-f4fa7d6b")
     options = argv[:image]
     assert options[:4] == ("docker", "run", "--rm", "--init")
-    assert "--name" not in options  # Another may have it.
+    assert "--name" not in options  # Another container may have the name.
     assert values(options, "--user") == [f"{os.getuid()}:{os.getgid()}"]
     assert values(options, "--gpus") == ["all"]
     assert values(options, "--ulimit") == ["memlock=-1", "stack=67108864"]
@@ -49,7 +51,7 @@ def test_a_container_is_the_callers_and_has_what_nccl_wants_and_no_more(docker: 
     assert argv[image + 1 : image + 3] == ("python3", "-m")
 
 
-def test_the_command_inside_is_the_one_outside_but_for_python_and_entry(docker: FakeDocker) -> None:
+def test_command_in_the_container_differs_only_in_python_and_entry(docker: FakeDocker) -> None:
     inside = composed(DOCKER).command("runs/x")
     ranks = inside[inside.index("python3") :]
     program = ranks.index("megatron_patches")
@@ -57,7 +59,7 @@ def test_the_command_inside_is_the_one_outside_but_for_python_and_entry(docker: 
     assert ranks[program + 2 :] == composed(DOCKER).arguments("runs/x")
 
 
-def test_only_kit_and_data_are_mounted_at_their_own_paths(
+def test_only_kit_and_data_are_mounted_at_unchanged_paths(
     docker: FakeDocker, tmp_path: Path
 ) -> None:
     folder = tmp_path / 'odd, "place" here'
@@ -86,11 +88,11 @@ def test_only_kit_and_data_are_mounted_at_their_own_paths(
         ('/a"b', 'type=bind,"source=/a""b","target=/a""b"'),
     ],
 )
-def test_a_mount_survives_spaces_colons_commas_and_quotes(path: str, mount: str) -> None:
+def test_mount_path_may_contain_spaces_colons_commas_and_quotes(path: str, mount: str) -> None:
     assert bind_mount(Path(path)) == mount
 
 
-def test_variables_go_by_name_and_no_value_or_secret_is_in_the_command(
+def test_variables_are_passed_by_name_without_values_in_the_command(
     docker: FakeDocker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "s3cret-key")
@@ -106,7 +108,7 @@ def test_variables_go_by_name_and_no_value_or_secret_is_in_the_command(
     assert "s3cret" not in repr(launch)
 
 
-def test_a_container_gets_the_key_of_a_login_and_not_the_file(
+def test_container_gets_the_key_of_a_login_but_not_its_file(
     docker: FakeDocker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password s3cret\n")
@@ -139,8 +141,8 @@ def test_a_rootless_engine_maps_root_to_the_caller(docker: FakeDocker) -> None:
 CONNECT = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is it running?\n"
 
 
-def test_podman_is_named_also_where_it_is_called_docker(docker: FakeDocker) -> None:
-    # As podman 4.3.1 answers; its `--version` begins with the name it was called by.
+def test_podman_is_recognised_even_if_it_is_called_docker(docker: FakeDocker) -> None:
+    # podman 4.3.1 answers in this way; its `--version` starts with the name by which it was called.
     docker.answer("info", err="Error: template: info:1:19: can't evaluate field Runtimes", code=125)
     docker.answer("version", "Client:       Podman Engine\nVersion:      4.3.1\n")
     refusal = check_engine()[0].refusal
@@ -165,7 +167,7 @@ def test_podman_is_named_also_where_it_is_called_docker(docker: FakeDocker) -> N
         ),
     ],
 )
-def test_what_docker_lacks_is_one_sentence_with_the_fix(
+def test_missing_part_of_docker_gives_a_single_sentence_with_the_fix(
     docker: FakeDocker, verb: str, answer: dict[str, object], message: str
 ) -> None:
     docker.answer(verb, **answer)  # type: ignore[arg-type]
@@ -174,7 +176,7 @@ def test_what_docker_lacks_is_one_sentence_with_the_fix(
     assert "\n" not in refusal
 
 
-def test_no_docker_at_all_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_docker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: None)
     (refusal,) = refusal_sentences(check_container("i:t", "25.06-py3", gpus=True))
     assert re.search(r"Docker is not installed.*RUNTIME=host", refusal)
@@ -182,29 +184,29 @@ def test_no_docker_at_all_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def outside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in a container, which these tests may well run in."""
+    """Simulate a process outside of containers, because these tests may run inside one."""
     monkeypatch.setattr(runtime_module, "is_inside_container", lambda: False)
 
 
-def test_docker_is_the_default_where_docker_and_gpus_are(
+def test_docker_is_the_default_on_a_machine_with_docker_and_gpus(
     outside: None, docker: FakeDocker, two_h200: FakeNvml
 ) -> None:
     assert default_runtime() is RuntimeName.DOCKER
     assert choose_runtime(Options(), DeviceKind.GPU).container is not None
 
 
-def test_without_a_gpu_the_host_is_the_default(outside: None, docker: FakeDocker) -> None:
+def test_host_is_the_default_without_a_gpu(outside: None, docker: FakeDocker) -> None:
     assert default_runtime() is RuntimeName.HOST
 
 
-def test_without_the_nvidia_runtime_the_host_is_the_default(
+def test_host_is_the_default_without_the_nvidia_runtime(
     outside: None, docker: FakeDocker, two_h200: FakeNvml
 ) -> None:
     docker.answer("info", '{"runtimes":{"runc":{}},"is":[]}')
     assert default_runtime() is RuntimeName.HOST
 
 
-def test_in_any_container_the_host_is_the_default(
+def test_host_is_the_default_inside_any_container(
     docker: FakeDocker, two_h200: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runtime_module, "is_inside_container", lambda: True)
@@ -218,7 +220,7 @@ def test_inside_the_kits_image_targets_run_directly(
     assert choose_runtime(DOCKER, DeviceKind.GPU).container is None
 
 
-def test_cpu_ranks_run_in_a_container_where_it_is_asked_for_and_without_gpus(
+def test_cpu_ranks_run_in_a_container_on_request_without_gpus(
     docker: FakeDocker,
 ) -> None:
     assert choose_runtime(Options(), DeviceKind.CPU).container is None
@@ -245,7 +247,7 @@ def test_a_checkout_of_the_host_is_refused_in_a_container(
         ("Cannot connect to the Docker daemon", False),
     ],
 )
-def test_a_container_that_the_engine_removes_itself_is_gone(
+def test_container_removed_by_the_engine_counts_as_removed(
     message: str, is_gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(docker, "run_program", lambda _: CommandOutput(1, "", f"Error: {message}"))

@@ -1,4 +1,4 @@
-"""A whole launch against the recording client: what is started, sampled, recorded and cleared up."""
+"""Launches with a recording Docker client: what is started, sampled, recorded and removed."""
 
 import csv
 import json
@@ -45,10 +45,10 @@ def run(launch: Launch, tmp_path: Path) -> tuple[Path, records.StatusRecord]:
     return execute_launch(launch, tmp_path / "runs", Console(quiet=True), "tp2")
 
 
-def test_a_run_records_image_software_and_how_the_gpus_are_joined(
+def test_run_records_image_software_and_gpu_connections(
     launch: Launch, docker: FakeDocker, two_h200: FakeNvml, tmp_path: Path
 ) -> None:
-    # The client is asked for the versions first; its greeting comes before them.
+    # The client is asked for the versions first, and prints its greeting before them.
     docker.answer("run", f"== PyTorch ==\n\n{LOG}{json.dumps(VERSIONS)}\n")
     folder, status = run(launch, tmp_path)
     assert (status.status, status.exit_code) == (Status.OK, 0)
@@ -67,7 +67,7 @@ def test_a_run_records_image_software_and_how_the_gpus_are_joined(
     assert docker.environment("run")["KIT_LEDGER"].endswith(records.LEDGER_FOLDER)
 
 
-def test_versions_of_an_image_are_asked_once(
+def test_versions_of_an_image_are_queried_once(
     launch: Launch, docker: FakeDocker, two_h200: FakeNvml, tmp_path: Path
 ) -> None:
     docker.answer("run", f"{LOG}{json.dumps(VERSIONS)}\n")
@@ -87,7 +87,7 @@ def test_an_image_that_reports_no_versions_does_not_stop_the_run(
     assert records.read_run(folder).software == {}
 
 
-def test_a_run_whose_container_was_never_made_ends_with_what_docker_says(
+def test_run_without_a_container_ends_with_the_message_of_docker(
     launch: Launch, docker: FakeDocker, two_h200: FakeNvml, tmp_path: Path
 ) -> None:
     docker.answer("run", "", "docker: Error response from daemon: no space left.\n", 125)
@@ -95,10 +95,10 @@ def test_a_run_whose_container_was_never_made_ends_with_what_docker_says(
     assert status.status in (Status.CRASHED, Status.NO_LOG)
     assert not any(
         call[0] == "rm" for call in docker.calls
-    )  # None is known, and no name is guessed.
+    )  # No container is known, and no name is guessed.
 
 
-def test_samples_are_of_the_gpus_although_the_ranks_are_out_of_sight(
+def test_gpus_are_sampled_although_the_ranks_are_in_a_container(
     launch: Launch,
     docker: FakeDocker,
     two_h200: FakeNvml,

@@ -8,7 +8,7 @@ from parakit.cluster.container.versions import _format_cudnn_version, installed_
 from parakit.config.files import ROOT
 
 
-def test_the_hosts_versions_come_from_metadata_without_importing_torch() -> None:
+def test_versions_on_the_host_are_read_from_metadata_without_importing_torch() -> None:
     code = (
         "import sys; from parakit.cluster.container.versions import installed_versions as i; i();"
         "print('torch' in sys.modules)"
@@ -26,7 +26,7 @@ def test_versions_leave_out_packages_that_are_missing() -> None:
     assert all(versions.values())
 
 
-def test_in_the_image_the_libraries_come_from_its_environment(
+def test_library_versions_in_the_image_are_read_from_its_environment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("parakit.cluster.container.versions._package_version", lambda package: None)
@@ -39,7 +39,7 @@ def test_in_the_image_the_libraries_come_from_its_environment(
 @pytest.mark.parametrize(
     ("number", "version"), [(91002, "9.10.2"), (8907, "8.9.7"), (92600, "9.26.0"), (None, "")]
 )
-def test_cudnns_number_is_read_as_its_version(number: int | None, version: str) -> None:
+def test_cudnn_number_is_converted_to_a_version(number: int | None, version: str) -> None:
     assert _format_cudnn_version(number) == version
 
 

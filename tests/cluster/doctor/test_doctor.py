@@ -1,4 +1,4 @@
-"""The doctor on machines that are described by programs on PATH, and on the oldest Python there is."""
+"""The doctor on machines simulated by programs on PATH, and on the oldest available Python."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from parakit.cluster.doctor.__main__ import format_results
 from parakit.config.files import ROOT
 
 
-def test_the_table_puts_the_fix_below_and_fits_the_width() -> None:
+def test_table_shows_fixes_below_rows_and_fits_the_width() -> None:
     rows = [
         CheckResult(PASS, "Python", "3.12"),
         CheckResult(WARN, "Hub", "is out of reach " * 6, "name one"),
@@ -26,7 +26,7 @@ def test_the_table_puts_the_fix_below_and_fits_the_width() -> None:
 
 
 def pythons() -> list[str]:
-    """Interpreters older than the kit's, on PATH or in pyenv."""
+    """Return interpreters older than the kit's, on PATH or in pyenv."""
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     pythons = [str(path) for path in sorted(root.glob("versions/3.*/bin/python"))]
     return [path for path in pythons if re.search(r"versions/3\.(6|8)\.", path)]
@@ -77,7 +77,7 @@ def test_doctor_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: P
     assert re.search(r"\d+ pass, \d+ warn, \d+ fail$", answer.stdout.strip())
 
 
-def test_without_any_python_the_shell_says_what_to_install(bin_folder: Path) -> None:
+def test_missing_python_is_reported_by_the_shell_with_what_to_install(bin_folder: Path) -> None:
     for name in ("dirname",):
         (bin_folder / name).symlink_to(f"/usr/bin/{name}")
     script = (ROOT / "tools/any_python.sh").read_text().replace(".venv/bin/python", "no-venv")

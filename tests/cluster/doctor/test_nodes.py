@@ -20,22 +20,22 @@ def rate(value: float) -> CheckResult:
     return CheckResult(PASS, "All-reduce", f"{value} GB/s", "", value)
 
 
-def test_nodes_that_are_alike_have_no_outlier() -> None:
+def test_identical_nodes_have_no_outlier() -> None:
     answers = {node: [driver("580.82"), rate(100 + number)] for number, node in enumerate("abc")}
     assert find_outliers(answers) == []
 
 
-def test_the_node_with_another_driver_is_named_with_what_the_others_have() -> None:
+def test_node_with_another_driver_is_named_with_the_driver_of_the_others() -> None:
     answers = {"a": [driver("580.82")], "b": [driver("570.10")], "c": [driver("580.82")]}
     assert find_outliers(answers) == [Outlier("b", "Driver", "570.10", "580.82")]
 
 
-def test_a_rate_is_compared_with_the_median_not_to_the_letter() -> None:
+def test_rates_are_compared_with_the_median_within_a_tolerance() -> None:
     answers = {"a": [rate(100)], "b": [rate(95)], "c": [rate(60)]}
     assert find_outliers(answers) == [Outlier("c", "All-reduce", "60 GB/s", "100 GB/s")]
 
 
-def test_of_two_nodes_that_differ_both_are_named() -> None:
+def test_both_of_two_differing_nodes_are_named() -> None:
     answers = {"a": [driver("580.82")], "b": [driver("570.10")]}
     assert find_outliers(answers) == [
         Outlier("a", "Driver", "580.82", "b: 570.10"),
@@ -54,7 +54,7 @@ def test_other_output_of_a_nodes_shell_is_ignored() -> None:
     assert parse_answers(text) == [("b", [CheckResult(WARN, "Hub", "out of reach")])]
 
 
-def test_the_slowest_pair_is_named_where_it_stands_out() -> None:
+def test_slowest_pair_is_named_if_it_is_an_outlier() -> None:
     told = {
         "backend": "NCCL",
         "ranks": 3,
@@ -70,7 +70,7 @@ def test_the_slowest_pair_is_named_where_it_stands_out() -> None:
     assert "slowest" not in describe_all_reduce({**told, "pairs": [40e9, 39e9, 41e9]})
 
 
-def test_inside_an_allocation_its_nodes_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_of_the_current_allocation_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda program: program)
     inside = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "3"}
     assert srun_command(inside) == ("srun", "--overlap", "--nodes", "3", "--ntasks-per-node=1")
@@ -78,7 +78,7 @@ def test_inside_an_allocation_its_nodes_are_taken(monkeypatch: pytest.MonkeyPatc
     assert srun_command(asked)[1:] == ("--nodes", "2", "--ntasks-per-node=1", "--partition=gpu")
 
 
-def test_a_sites_line_of_several_options_is_several_words_for_srun(
+def test_site_line_with_several_options_is_split_for_srun(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("shutil.which", lambda program: program)

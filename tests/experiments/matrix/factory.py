@@ -1,4 +1,4 @@
-"""Families, strategies and records of tests, all tiny."""
+"""Factory of tiny families, strategies and records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TP, DP = Layout("tp2", "tp2"), Layout("dp2", "dp2")
 
 
 def factor(name: str, *levels: str, **fields: object) -> tuple[Level, ...]:
-    """Levels with a flag each, but for the first."""
+    """Return levels of a factor. Every level but the first has a flag."""
     first, *further = levels
     return (
         Level(name, first),
@@ -22,20 +22,20 @@ def factor(name: str, *levels: str, **fields: object) -> tuple[Level, ...]:
 
 
 def family(*factors: tuple[Level, ...], layouts: tuple[Layout, ...] = (TP, DP)) -> Family:
-    """A family of these features."""
+    """Return a family with these factors."""
     by_name = {levels[0].factor: levels for levels in factors}
     return Family("dense", "gpt2-tiny", by_name, ("--vocab-size", "1024"), layouts=layouts)
 
 
 def matrix(model_family: Family, *apart: Exclusion) -> Matrix:
-    """One family."""
+    """Return a matrix of a single family."""
     return Matrix((model_family,), apart)
 
 
 def record(
     cell: MatrixCell, status: CellStatus = CellStatus.HELD, ratio: float = 0.25, **fields: object
 ) -> CellRecord:
-    """What became of a cell."""
+    """Return the record of a cell with a status."""
     levels = tuple(level.path for level in cell.levels)
     made = CellRecord(
         cell.id, cell.family.name, cell.layout.name, levels, cell.format_command(), status
@@ -44,7 +44,7 @@ def record(
 
 
 def guilty(*paths: str, layout: str = "tp2") -> Callable[[MatrixCell], CellRecord]:
-    """Verifies without Megatron: a cell differs that has all of these levels in the strategy."""
+    """Return a fake verifier: a cell differs if its strategy has all of these levels."""
 
     def verify(cell: MatrixCell) -> CellRecord:
         paths_of_cell = {level.path for level in cell.levels}

@@ -1,4 +1,4 @@
-"""Which cells are verified: every pair is covered, nothing that is kept apart is drawn together."""
+"""Choice of cells: every pair of levels is covered, and separate levels are never combined."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def has(cell: MatrixCell, level: Level, is_first: bool) -> bool:
 
 
 @pytest.mark.parametrize("name", [model_family.name for model_family in load_matrix().families])
-def test_every_level_meets_every_layout(name: str) -> None:
+def test_every_level_is_combined_with_every_strategy(name: str) -> None:
     model_family, cells = drawn()[name]
     for layout in model_family.layouts:
         layout_cells = [cell for cell in cells if cell.layout == layout]
@@ -56,7 +56,7 @@ def test_every_level_meets_every_layout(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [model_family.name for model_family in load_matrix().families])
-def test_every_two_levels_that_may_be_together_are_in_one_row(name: str) -> None:
+def test_every_compatible_pair_of_levels_is_in_a_row(name: str) -> None:
     model_family, _ = drawn()[name]
     whole = load_matrix()
     covered = {pair for row in choose_rows(whole, model_family) for pair in combinations(row, 2)}
@@ -76,7 +76,7 @@ def test_every_two_levels_that_may_be_together_are_in_one_row(name: str) -> None
 
 @settings(max_examples=25)
 @given(st.lists(st.integers(1, 4), min_size=2, max_size=5), st.integers(1, 9))
-def test_cells_of_any_features_cover_levels_and_layouts(sizes: list[int], seed: int) -> None:
+def test_cells_of_random_features_cover_levels_and_strategies(sizes: list[int], seed: int) -> None:
     factors = [
         factor(f"f{index}", *(f"l{number}" for number in range(size)))
         for index, size in enumerate(sizes)
@@ -91,7 +91,7 @@ def test_cells_of_any_features_cover_levels_and_layouts(sizes: list[int], seed: 
             )
 
 
-def test_what_is_kept_apart_is_tried_once_by_itself_and_is_in_no_other_cell() -> None:
+def test_separate_level_is_verified_once_alone_and_in_no_other_cell() -> None:
     model_family = family(factor("masks", "causal", "eod"), factor("norm", "layer", "rms", "none"))
     cells = choose_cells(matrix(model_family, Exclusion(("masks/eod",), "tp2")), model_family, ())
     together = [cell for cell in cells if cell.layout == TP and "eod" in str(cell.flags)]
@@ -99,7 +99,7 @@ def test_what_is_kept_apart_is_tried_once_by_itself_and_is_in_no_other_cell() ->
     assert any("eod" in str(cell.flags) and len(cell.levels) > 1 for cell in cells)
 
 
-def test_what_one_release_cannot_train_is_kept_apart_in_that_release_alone() -> None:
+def test_level_that_a_release_cannot_train_is_separate_only_for_that_release() -> None:
     model_family = family(factor("ahead", "none", "mtp"), factor("recompute", "none", "full"))
     whole = matrix(model_family, Exclusion(("ahead/mtp", "recompute/full"), release="0.18"))
     both = [model_family.find_level("ahead/mtp"), model_family.find_level("recompute/full")]
@@ -114,14 +114,14 @@ def test_cells_that_only_pair_two_levels_come_last() -> None:
     assert early == of_tables
 
 
-def test_cells_of_one_reference_follow_each_other() -> None:
+def test_cells_with_the_same_reference_are_consecutive() -> None:
     _, cells = drawn()["dense"]
     keys = [(cell.flags, cell.samples, cell.optimizer, cell.patch) for cell in cells]
     changes = sum(key != next_key for key, next_key in pairwise(keys))
     assert changes + 1 == len(set(keys))
 
 
-def test_a_known_finding_is_verified_by_itself_and_elsewhere_with_its_patch() -> None:
+def test_known_finding_is_verified_alone_and_patched_in_other_cells() -> None:
     _, cells = drawn()["dense"]
     sinks = [cell for cell in cells if "learnable" in cell.flags and "tp" in cell.layout.name]
     plain = [cell for cell in sinks if not cell.patch]
@@ -134,7 +134,7 @@ def test_a_known_finding_is_verified_by_itself_and_elsewhere_with_its_patch() ->
     )
 
 
-def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
+def test_cell_of_a_strategy_without_the_finding_has_no_patch() -> None:
     model_family = load_matrix().families[0]
     sink = model_family.find_level("attention/sink")
     assert apply_known_patches(MatrixCell(model_family, DP, (sink,)), KNOWN).patch == ""
@@ -143,7 +143,7 @@ def test_a_cell_in_a_layout_that_does_not_show_a_finding_has_no_patch() -> None:
 def finding(
     name: str, *flags: str, strategies: tuple[str, ...] = ("tp2",), **fields: object
 ) -> Finding:
-    """One whose patch is there, as that of any."""
+    """Return a finding whose patch exists, like that of every finding."""
     made = replace(KNOWN[0], id=name, flags=flags, strategies=strategies, **fields)  # type: ignore[arg-type]
     assert made.patch.is_file()
     return made
@@ -154,7 +154,7 @@ RATE = finding("rate-of-second-embedding", "--decoupled-lr", "1e-4", strategies=
 FREED = finding("outputs-freed-before-sent", strategies=("vpp2",), stage=None)
 
 
-def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
+def test_cell_with_several_findings_has_the_patches_of_all() -> None:
     model_family = load_matrix().families[0]
     layout = next(layout for layout in model_family.layouts if layout.name == "tp2pp2")
     levels = model_family.add_needed_levels(
@@ -171,7 +171,7 @@ def test_a_cell_that_shows_several_findings_has_the_patches_of_all() -> None:
     assert find_uncured(replace(cell, patch=""), (SINK, RATE, FREED)) == [SINK, RATE]
 
 
-def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
+def test_patch_that_includes_another_cure_is_applied_alone() -> None:
     model_family = load_matrix().families[0]
     after = replace(RATE, strategies=("tp2",), behind=SINK.id)
     levels = (model_family.find_level("attention/sink"), model_family.find_level("rates/decoupled"))
@@ -180,7 +180,7 @@ def test_a_patch_that_cures_what_comes_before_is_applied_alone() -> None:
     assert find_uncured(cell, (SINK, after)) == []
 
 
-def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
+def test_cell_of_a_finding_has_the_patches_of_all_other_findings() -> None:
     rates = factor("rates", "one", "decoupled")
     rates = (rates[0], Level("rates", "decoupled", ("--decoupled-lr", "1e-4")))
     model_family = family(rates, layouts=(Layout("vpp2", "vpp2"),))
@@ -190,9 +190,7 @@ def test_a_finding_is_shown_alone_with_the_patches_of_the_others() -> None:
     assert patches == {(1, freed), (0, ""), (1, f"{rate},{freed}"), (0, freed)}
 
 
-def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends_some_is_not() -> (
-    None
-):
+def test_crash_of_a_strategy_is_patched_in_all_its_cells_only_if_it_ends_every_run() -> None:
     model_family = load_matrix().families[0]
     cell = MatrixCell(model_family, TP, (model_family.find_level("rates/decoupled"),))
     ends = replace(RATE, strategies=("tp2",), fails="no such method")
@@ -203,7 +201,7 @@ def test_what_ends_every_run_of_a_layout_is_cured_in_all_its_cells_and_what_ends
     )
 
 
-def test_every_layout_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() -> None:
+def test_every_strategy_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() -> None:
     for model_family, cells in drawn().values():
         for layout in model_family.layouts:
             target = f"train-{layout.strategy}-{model_family.model}-{layout.devices}cpu"
@@ -213,7 +211,7 @@ def test_every_layout_is_in_the_grammar_and_every_flag_of_a_command_is_quoted() 
         )
 
 
-def test_a_level_brings_what_it_needs_and_goes_with_it() -> None:
+def test_level_implies_its_required_levels_and_is_removed_with_them() -> None:
     model_family = load_matrix().families[0]
     ahead, rope = model_family.find_level("ahead/mtp"), model_family.find_level("position/rope")
     cell = MatrixCell(model_family, TP, model_family.add_needed_levels([ahead]))
@@ -222,7 +220,7 @@ def test_a_level_brings_what_it_needs_and_goes_with_it() -> None:
     assert cell.remove_level(ahead).levels == (rope,)
 
 
-def test_an_id_changes_with_what_is_verified() -> None:
+def test_id_of_a_cell_changes_with_its_content() -> None:
     model_family = family(factor("norm", "layer", "rms"))
     cells = [
         MatrixCell(model_family, TP),
@@ -235,7 +233,7 @@ def test_an_id_changes_with_what_is_verified() -> None:
     assert len({cell.id for cell in cells}) == len(cells)
 
 
-def test_features_and_layouts_that_are_asked_for() -> None:
+def test_requested_features_and_strategies_are_selected() -> None:
     whole = load_matrix()
     (dense,) = select_families(whole, RELEASE, ("dense", "heads"), ("?p2",))
     assert [len(levels) for name, levels in dense.factors.items() if name == "heads"] == [3]
@@ -257,7 +255,7 @@ def test_a_version_has_the_levels_whose_flags_it_knows() -> None:
     ("asked", "named"),
     [({"features": ("haeds",)}, "FEATURES=haeds"), ({"layouts": ("tp7",)}, "STRATEGIES=tp7")],
 )
-def test_a_name_of_nothing_is_refused_with_those_that_are(
+def test_unknown_name_is_refused_with_the_known_names(
     asked: dict[str, tuple[str, ...]], named: str
 ) -> None:
     with pytest.raises(

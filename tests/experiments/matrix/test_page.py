@@ -1,4 +1,4 @@
-"""The pages, from cells that are stored."""
+"""Pages of the matrix from stored cells."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_a_pair_links_to_its_cell_and_the_cell_has_its_command(tmp_path: Path) -
     assert f"|  | sink | [✗]({HTML}#0.19.0.{wrong.id}) | – |" in markdown
     assert f'href="#0.19.0.{RECORDS[1].id}"' in html
     assert f'id="0.19.0.{wrong.id}"' in html
-    assert "--softmax-type learnable" in html  # The finding's own command.
+    assert "--softmax-type learnable" in html  # This is the command of the finding.
     assert "RuntimeError: &lt;no&gt;" in html
     assert "5 cells: 3 held, 1 crashed, 1 differs." in markdown
     assert "families | cells | pairs | held | crashed | differs | in no cell |" in markdown
@@ -67,7 +67,7 @@ def test_a_pair_links_to_its_cell_and_the_cell_has_its_command(tmp_path: Path) -
     assert "<no>" not in html
 
 
-def test_what_differs_is_named_with_its_finding_and_what_is_new_as_not_judged(
+def test_difference_is_listed_with_its_finding_and_a_new_difference_as_not_judged(
     tmp_path: Path,
 ) -> None:
     new = record(
@@ -79,7 +79,7 @@ def test_what_differs_is_named_with_its_finding_and_what_is_new_as_not_judged(
     assert new.command in markdown
 
 
-def test_the_newest_version_is_first(tmp_path: Path) -> None:
+def test_newest_version_is_the_first_on_the_page(tmp_path: Path) -> None:
     for name in ("0.9.0", "f4fa7d6b", "0.19.0"):
         store_cells(tmp_path, name, RECORDS)
     markdown = write_pages(tmp_path, matrix(MODEL))[0].read_text()
@@ -96,11 +96,11 @@ def test_losses_in_bf16_are_compared_with_one_rank_and_with_fp32(tmp_path: Path)
     assert "| tp2 | 0.25, 0.12 | 0.5, 0.25 | 0.5, 0.38 | 1.25, 1.5 |" in markdown
 
 
-def test_what_bf16_costs_is_the_largest_error_over_its_rounding() -> None:
+def test_bf16_column_is_the_largest_error_relative_to_rounding() -> None:
     assert compute_bf16_costs(RECORDS, ["tp2", "dp2"]) == {"outputs": [1.0, None]}
 
 
-def test_what_was_drawn_is_counted_and_what_differs_or_failed_is_named(tmp_path: Path) -> None:
+def test_random_cells_are_counted_and_differences_and_failures_are_listed(tmp_path: Path) -> None:
     held, failed = RECORDS[0], RECORDS[4]
     wrong = record(
         MatrixCell(MODEL, DP, (SINK,)), CellStatus.DIFFERS, stage="loss", smallest="make verify-dp2"

@@ -1,4 +1,4 @@
-"""Cells are kept, continued, explained and covered again, without Megatron."""
+"""Running a matrix without Megatron: cells are stored, continued, explained and replaced by covering cells."""
 
 from __future__ import annotations
 
@@ -48,7 +48,9 @@ def signs(run: MatrixRun, layout: str) -> dict[str, str]:
     }
 
 
-def test_the_level_that_is_wrong_is_named_and_all_others_are_covered_again(tmp_path: Path) -> None:
+def test_wrong_level_is_named_and_the_remaining_levels_are_covered_by_new_cells(
+    tmp_path: Path,
+) -> None:
     run = run_of(tmp_path, guilty("heads/gqa"))
     assert run.run(CELLS)
     tp = signs(run, "tp2")
@@ -57,7 +59,7 @@ def test_the_level_that_is_wrong_is_named_and_all_others_are_covered_again(tmp_p
     assert set(signs(run, "dp2").values()) == {"✓ 0.25"}
 
 
-def test_two_levels_that_are_wrong_only_together_are_named_together(tmp_path: Path) -> None:
+def test_pair_of_levels_that_is_wrong_only_together_is_named(tmp_path: Path) -> None:
     run = run_of(tmp_path, guilty("heads/gqa", "norm/rms"))
     cell = MatrixCell(
         MODEL, TP, tuple(MODEL.find_level(path) for path in ("norm/rms", "heads/gqa"))
@@ -67,14 +69,14 @@ def test_two_levels_that_are_wrong_only_together_are_named_together(tmp_path: Pa
     assert signs(run, "tp2")["norm/rms"] == "✗ with gqa"
 
 
-def test_a_layout_that_is_wrong_by_itself_is_wrong_with_every_level(tmp_path: Path) -> None:
+def test_strategy_that_is_wrong_without_levels_is_named(tmp_path: Path) -> None:
     run = run_of(tmp_path, guilty())
     assert run.run(CELLS)
     assert set(signs(run, "tp2").values()) == {"✗"}
     assert set(signs(run, "dp2").values()) == {"✓ 0.25"}
 
 
-def test_a_matrix_goes_on_with_the_cells_that_are_not_there(tmp_path: Path) -> None:
+def test_matrix_continues_with_the_missing_cells(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def verify(cell: MatrixCell) -> CellRecord:
@@ -92,13 +94,13 @@ def test_a_matrix_goes_on_with_the_cells_that_are_not_there(tmp_path: Path) -> N
     assert run_of(tmp_path, verify).records.keys() == {cell.id for cell in CELLS}
 
 
-def test_no_cell_is_begun_when_the_time_is_over(tmp_path: Path) -> None:
+def test_no_cell_starts_after_the_deadline(tmp_path: Path) -> None:
     run = run_of(tmp_path, guilty(), deadline=time.monotonic() - 1)
     assert not run.run(CELLS)
     assert not run.records
 
 
-def test_a_known_finding_is_not_explained_again(tmp_path: Path) -> None:
+def test_cause_of_a_known_finding_is_not_searched(tmp_path: Path) -> None:
     asked: list[str] = []
 
     def verify(cell: MatrixCell) -> CellRecord:
@@ -110,7 +112,7 @@ def test_a_known_finding_is_not_explained_again(tmp_path: Path) -> None:
     assert asked == [cell.id]
 
 
-def test_the_smallest_model_that_is_still_wrong(tmp_path: Path) -> None:
+def test_model_is_reduced_to_the_smallest_that_is_still_wrong(tmp_path: Path) -> None:
     smaller = (("--num-layers", "2"), ("--num-layers", "1"), ("--hidden-size", "32"))
     model_family = family(factor("norm", "layer", "rms"))
     model_family = msgspec.structs.replace(model_family, smaller=smaller)
@@ -144,13 +146,13 @@ def test_the_smallest_model_that_is_still_wrong(tmp_path: Path) -> None:
         ("The two runs did different work: dtype is fp32 in one", CellStatus.NOT_COMPARABLE),
     ],
 )
-def test_a_sentence_says_whether_megatron_refuses_or_crashes(
+def test_sentence_distinguishes_refusals_from_crashes_of_megatron(
     reason: str, status: CellStatus
 ) -> None:
     assert classify_reason(reason) is status
 
 
-def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_record_is_read_back_unchanged(tmp_path: Path) -> None:
     stored = record(MatrixCell(MODEL, DP), CellStatus.REFUSED, reason="no", blamed=("norm/rms",))
     run_of(tmp_path, lambda _: stored).get_record(MatrixCell(MODEL, DP))
     assert run_of(tmp_path, guilty()).records == {stored.id: stored}
@@ -169,7 +171,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path) -> None:
         ("", {"status": CellStatus.CRASHED, "reason": "RuntimeError: shape"}, ""),
     ],
 )
-def test_a_record_is_of_the_known_finding_that_its_patches_do_not_cure(
+def test_record_is_assigned_to_the_finding_that_its_patches_do_not_cure(
     patch: str, fields: dict[str, object], named: str
 ) -> None:
     (sink,) = (finding for finding in list_findings() if finding.id == "sink-missing-in-norm")

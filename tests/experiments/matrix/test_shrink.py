@@ -1,4 +1,4 @@
-"""The least that still shows something, on predicates whose answer is known."""
+"""Shrinking to the smallest set of parts that still shows a failure, on predicates with a known answer."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from parakit.experiments.matrix.running import minimize_parts
 
 
 @given(st.lists(st.integers(0, 15), unique=True, min_size=1), st.data())
-def test_the_parts_that_are_all_needed_are_what_is_left(
-    parts: list[int], data: st.DataObject
-) -> None:
+def test_shrinking_keeps_exactly_the_required_parts(parts: list[int], data: st.DataObject) -> None:
     guilty = set(data.draw(st.lists(st.sampled_from(parts), unique=True)))
     assert minimize_parts(parts, lambda some: guilty <= set(some)) == tuple(
         part for part in parts if part in guilty
     )
 
 
-def test_one_guilty_part_of_sixteen_is_found_in_at_most_nine_tries() -> None:
+def test_single_required_part_of_sixteen_is_isolated_in_at_most_nine_tries() -> None:
     tries: list[tuple[int, ...]] = []
 
     def shows(some: tuple[int, ...]) -> bool:
@@ -30,7 +28,7 @@ def test_one_guilty_part_of_sixteen_is_found_in_at_most_nine_tries() -> None:
 
 
 @given(st.sets(st.integers(0, 9), min_size=1), st.integers(1, 3))
-def test_none_of_what_is_left_can_be_left_out(guilty: set[int], least: int) -> None:
+def test_no_remaining_part_can_be_removed(guilty: set[int], least: int) -> None:
     def shows(some: tuple[int, ...]) -> bool:
         return len(guilty & set(some)) >= min(least, len(guilty))
 
@@ -39,5 +37,5 @@ def test_none_of_what_is_left_can_be_left_out(guilty: set[int], least: int) -> N
     assert not any(shows(tuple(part for part in minimal if part != out)) for out in minimal)
 
 
-def test_what_shows_it_with_nothing_needs_nothing() -> None:
+def test_failure_without_any_part_shrinks_to_no_parts() -> None:
     assert minimize_parts("abc", lambda _: True) == ()

@@ -1,4 +1,4 @@
-"""The sample in a small vocabulary: the same documents, each token folded, ends of documents kept."""
+"""The sample in a small vocabulary has the same documents with folded tokens and ends of documents."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from parakit.launch.job import Job
 from parakit.launch.options import Options
 
 
-def test_each_token_is_folded_and_an_end_of_document_stays_one(
+def test_tokens_are_folded_into_the_small_vocabulary_and_ends_of_documents_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(data, "ROOT", tmp_path)
@@ -39,13 +39,13 @@ def test_each_token_is_folded_and_an_end_of_document_stays_one(
     assert small.documents == 2
 
 
-@pytest.mark.parametrize(("version", "given"), [("0.19.0", "1024"), ("0.16.1", "1023")])
-def test_a_vocabulary_in_extra_is_what_the_tokenizer_of_a_version_makes_it(
-    version: str, given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("version", "vocabulary"), [("0.19.0", "1024"), ("0.16.1", "1023")])
+def test_vocabulary_flag_in_extra_depends_on_the_megatron_version(
+    version: str, vocabulary: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("parakit.launch.code.importlib.metadata.version", lambda _: version)
     options = Options(data=SMALL_SAMPLE, extra=("--vocab-size", "1024"), runs=tmp_path)
     job = Job("baseline", load_model("gpt2-tiny"), 1, DeviceKind.CPU, options, script_flags=())
     launch = compose_launch(job)
-    assert Flags(launch.flags).text("--vocab-size") == given
+    assert Flags(launch.flags).text("--vocab-size") == vocabulary
     assert launch.model.shape.vocabulary == 1024

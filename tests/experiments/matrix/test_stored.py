@@ -1,4 +1,4 @@
-"""What is kept of a version's cells."""
+"""Stored cells of a version."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which cells a change can have touched, by what each strategy and level was seen to execute."""
+"""Cells that a change can affect, by the files that each strategy and level was recorded to execute."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ EXECUTED = {
         ("README.md", []),
     ],
 )
-def test_cells_that_execute_most_changed_files_come_first_and_of_others_only_the_unknown(
+def test_cells_that_execute_most_changed_files_come_first_and_unrecorded_cells_are_kept(
     changed: str, cells: list[MatrixCell]
 ) -> None:
     assert select_touched_cells(CELLS, [changed], EXECUTED) == [*cells, UNKNOWN]
 
 
-def test_what_all_of_a_family_execute_is_kept_once() -> None:
+def test_files_executed_by_a_whole_family_are_stored_once() -> None:
     first = add_executed_files({}, "dense/tp2", frozenset("ab"))
     assert first == {"dense": frozenset("ab"), "dense/tp2": frozenset()}
     two = add_executed_files(first, "dense/dp2", frozenset("ac"))
@@ -61,7 +61,7 @@ def test_without_a_recording_every_cell_may_be_touched() -> None:
     assert select_touched_cells(CELLS, [ROUTER], {}) == CELLS
 
 
-def test_a_range_of_commits_is_the_files_that_it_changes(tmp_path: Path) -> None:
+def test_range_of_commits_gives_its_changed_files(tmp_path: Path) -> None:
     def git(*arguments: str) -> None:
         identity = ("-c", "user.name=a", "-c", "user.email=a@b")
         subprocess.run(("git", "-C", str(tmp_path), *identity, *arguments), check=True)
@@ -77,7 +77,7 @@ def test_a_range_of_commits_is_the_files_that_it_changes(tmp_path: Path) -> None
             list_changed_files(["x..y"], checkout)
 
 
-def test_a_rank_notes_the_files_of_megatron_that_it_executes_and_no_others(tmp_path: Path) -> None:
+def test_rank_records_only_executed_files_of_megatron(tmp_path: Path) -> None:
     package = tmp_path / "megatron"
     package.mkdir()
     (package / "used.py").write_text("def f():\n    return 1\n")

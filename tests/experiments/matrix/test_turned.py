@@ -1,5 +1,4 @@
-"""No cell is held that a injected bug does not turn: which injected bugs there are for strategies and
-levels.
+"""Injected bugs of strategies and levels: every passing cell must fail with an injected bug.
 
 `python -m tests.verify.bench turned` verifies every row of the matrix with an injected bug.
 """
@@ -52,7 +51,7 @@ def turns(bug: InjectedBug, level: Level) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_every_level_has_an_injected_bug_or_is_named_as_one_without(family: Family) -> None:
+def test_every_level_has_an_injected_bug_or_is_listed_without_one(family: Family) -> None:
     family_bugs = [bug for bug in injected_bugs() if of_family(bug, family)]
     levels = [level for levels in family.factors.values() for level in levels[1:]]
     live = OF_LIVE_BUGS if family.name != "moe" else set()
@@ -65,7 +64,7 @@ def test_every_level_has_an_injected_bug_or_is_named_as_one_without(family: Fami
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda bug: bug.name)
-def test_every_layout_has_an_injected_bug_of_what_it_splits(family: Family) -> None:
+def test_every_strategy_has_an_injected_bug_in_what_it_splits(family: Family) -> None:
     def has_one(layout: Layout) -> bool:
         parts = list_split_dimensions(layout.strategy, layout.devices)
         return any(
@@ -77,7 +76,7 @@ def test_every_layout_has_an_injected_bug_of_what_it_splits(family: Family) -> N
     assert [layout.name for layout in family.layouts if not has_one(layout)] == []
 
 
-def test_the_injected_bugs_that_rows_are_tried_with_need_nothing_of_the_model() -> None:
+def test_injected_bugs_for_rows_work_with_every_model() -> None:
     by_id = {bug.id: bug for bug in injected_bugs()}
     for family in FAMILIES:
         layouts = {layout.name for layout in family.layouts}

@@ -16,13 +16,13 @@ from tests.given import run
 ANY = Options(data="owt-ds/any", fused=("adamw",))
 
 
-def _launches(given: Options, target: str = "") -> list[Launch]:
+def _launches(options: Options, target: str = "") -> list[Launch]:
     trained = parse_target(target) if target else None
-    experiment = load_experiment("loss_curve", given, trained=trained)
+    experiment = load_experiment("loss_curve", options, trained=trained)
     return [compose_job(cell.job) for cell in experiment.cells]
 
 
-def test_the_distance_is_that_of_means_over_a_window() -> None:
+def test_distance_of_curves_is_computed_from_window_means() -> None:
     level = dict.fromkeys(range(1, 5), 2.0)
     wave = {1: 3.0, 2: 1.0, 3: 3.0, 4: 1.0}
     assert mean_curve_distance(level, wave, 1) == 1.0
@@ -30,14 +30,14 @@ def test_the_distance_is_that_of_means_over_a_window() -> None:
     assert mean_curve_distance(level, dict.fromkeys(level, 2.5), 2) == 0.5
 
 
-def test_only_iterations_of_both_count() -> None:
+def test_distance_uses_only_iterations_of_both_runs() -> None:
     assert mean_curve_distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 1) == 0.5
     with pytest.raises(LaunchError, match="share 2 iterations and a window has 3"):
         mean_curve_distance({1: 9.0, 2: 1.0, 3: 2.0}, {2: 1.0, 3: 3.0}, 3)
 
 
 @pytest.mark.parametrize(("patched_by", "code"), [(0.25, 0), (0.5, 1)])
-def test_patches_are_within_the_seeds_up_to_their_distance(
+def test_verdict_compares_distance_of_patches_with_distance_of_seeds(
     patched_by: float, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     curves = (dict.fromkeys(range(WINDOW), 2.0 + by) for by in (0, 0.25, patched_by))
@@ -51,7 +51,7 @@ def test_patches_are_within_the_seeds_up_to_their_distance(
     assert f"{patched_by:.2g} with FUSED=adamw, 0.25 with SEED=1235" in capsys.readouterr().out
 
 
-def test_three_runs_differ_in_seed_or_patches_alone() -> None:
+def test_three_runs_differ_only_in_seed_or_patches() -> None:
     alone, seed, patched = _launches(ANY)
     assert (alone.spec.seed, seed.spec.seed, patched.spec.seed) == (1234, 1235, 1234)
     assert patched.environment == alone.environment | {"KIT_FUSED": "adamw"}
@@ -61,7 +61,7 @@ def test_three_runs_differ_in_seed_or_patches_alone() -> None:
     assert alone.initial_checkpoint is None
 
 
-def test_without_fused_all_patches_are_on_that_a_cpu_has() -> None:
+def test_all_cpu_patches_are_enabled_without_a_fused_variable() -> None:
     *_, patched = _launches(Options(data="owt-ds/any"))
     on_cpu = [name for name in NAMES if not name.startswith("attention_")]
     assert patched.environment["KIT_FUSED"] == ",".join(on_cpu)

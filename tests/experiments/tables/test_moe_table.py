@@ -58,7 +58,7 @@ def test_losses_are_compared_with_those_of_the_same_seed() -> None:
     assert not compare_losses([run("native", seed=9)], reference).held
 
 
-def test_losses_are_compared_until_a_token_takes_another_expert() -> None:
+def test_losses_are_compared_until_a_token_is_routed_to_another_expert() -> None:
     routing = {1: ((300, 500),), 2: ((400, 400),), 3: ((199, 601),)}
     diverged = run("native", losses={1: 11.0, 3: 8.0}, routing=routing)
     assert compare_losses([diverged], [run("megatron")]) == RoutedParity(0, 1, 3)
@@ -67,7 +67,7 @@ def test_losses_are_compared_until_a_token_takes_another_expert() -> None:
     assert row(text, "native")[9] == "0.0e+00 to iteration 2"
 
 
-def test_many_choices_that_are_others_at_once_excuse_a_loss_in_16_bits_alone() -> None:
+def test_many_changed_expert_choices_excuse_a_loss_difference_only_in_16_bits() -> None:
     routing = {1: ((300, 500),), 2: ((400, 400),), 3: ((191, 609),)}
     wrong, in_16_bits = (
         run("native", dtype=dtype, losses={1: 11.0, 3: 8.0}, routing=routing)
@@ -77,14 +77,14 @@ def test_many_choices_that_are_others_at_once_excuse_a_loss_in_16_bits_alone() -
     assert compare_losses([in_16_bits], [run("megatron")]) == RoutedParity(0, 1, 3)
 
 
-def test_parity_beyond_a_hundred_thousandth_is_said_to_be_broken() -> None:
+def test_parity_error_above_1e_5_is_reported_as_broken() -> None:
     close = run("native", losses={1: 11.0 * (1 + 0.9e-5)})
     assert "parity held" in render("m", [run("megatron"), close], ())
     apart = run("native", losses={1: 11.0 * (1 + 1.2e-5)})
     assert "parity is broken" in render("m", [run("megatron"), apart], ())
 
 
-def test_another_optimizer_is_no_broken_parity_but_a_difference_in_score() -> None:
+def test_other_optimizer_gives_a_score_difference_instead_of_broken_parity() -> None:
     adamw = [run(backend, seed=seed) for seed in (1, 2) for backend in ("megatron", "native")]
     muon, close = (
         run("native", optimizer="Muon + AdamW", losses={1: 5.0}, validation_loss=loss)
@@ -99,7 +99,7 @@ def test_another_optimizer_is_no_broken_parity_but_a_difference_in_score() -> No
     assert "within the scatter" in render("m", [*adamw, close], ())
 
 
-def test_published_values_are_below_with_what_is_wrong_with_them() -> None:
+def test_published_values_are_listed_with_their_known_errors() -> None:
     text = render("m", [run("megatron"), run("native")], ("A note.",))
     assert "| Native PyTorch | 4.80 | 208 s | 0.0703 | 98.74% | 1.07 |" in text
     assert "| Megatron-LM | 4.46 | 224 s | 0.0759 | 98.64% | 1.08 |" in text
@@ -113,12 +113,12 @@ def test_a_run_that_failed_is_counted_as_missing() -> None:
     assert cells[10] == "1 of 2"
 
 
-def test_the_tiny_model_is_evaluated_once_at_the_end_on_documents_of_its_own(
+def test_tiny_model_is_evaluated_at_the_end_on_separate_documents(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(load, "visible_gpus", tuple)
-    given = Options(extra=("--adam-eps", "1e-7"))
-    options = load_experiment("moe", given, "moe-tiny").options
+    defaults = Options(extra=("--adam-eps", "1e-7"))
+    options = load_experiment("moe", defaults, "moe-tiny").options
     assert (options.micro_batch_size, options.global_batch_size) == (2, 8)
     assert options.extra[:4] == ("--eval-interval", "30", "--eval-iters", "8")
     assert options.extra[4:] == ("--adam-eps", "1e-7")
@@ -127,15 +127,15 @@ def test_the_tiny_model_is_evaluated_once_at_the_end_on_documents_of_its_own(
     assert (options.dropout, options.shared_start) == (0, True)
 
 
-def test_every_repeat_is_a_seed_of_its_own_and_two_are_the_fewest() -> None:
+def test_every_repeat_has_its_own_seed_and_at_least_two_repeats_are_needed() -> None:
     for repeats, seeds in ((1, [1234, 1235]), (3, [1234, 1235, 1236])):
         cells = load_experiment("moe", Options(repeats=repeats)).cells
-        found = [cell.job.options.seed for cell in cells]
-        assert list(dict.fromkeys(found)) == seeds == sorted(set(found))
+        cell_seeds = [cell.job.options.seed for cell in cells]
+        assert list(dict.fromkeys(cell_seeds)) == seeds == sorted(set(cell_seeds))
         assert {cell.repeats for cell in cells} == {1}
 
 
-def test_each_activation_is_compared_with_the_first_of_its_own() -> None:
+def test_each_activation_is_compared_with_the_first_run_of_the_same_activation() -> None:
     gated = [run(backend, activation="SwiGLU") for backend in ("megatron", "native")]
     plain = run("native", activation="SiLU", losses={1: 99.0, 3: 98.0})
     text = render("m", [*gated, plain], ())
@@ -150,7 +150,7 @@ def test_each_activation_is_compared_with_the_first_of_its_own() -> None:
 def test_blueberry_has_gated_experts_on_both_sides_and_the_published_ones_natively() -> None:
     blueberry = load_experiment("blueberry", Options())
     extras = [cell.job.options.extra for cell in blueberry.cells]
-    # What all cells have comes before what a cell has of its own.
+    # Flags of all cells come before the flags of a single cell.
     assert {extra[-1] for extra in extras} == {"1024", "--silu"}
     assert [("--swiglu" in extra, "--silu" in extra) for extra in extras] == (
         [(True, False)] * 5 + [(False, True)] * 2

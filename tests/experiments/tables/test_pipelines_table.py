@@ -15,7 +15,7 @@ BYTES = 4
 
 
 def trained(strategy: str, *, backend: str = "native", factor: float = 1.0) -> Entry:
-    """A run whose stages hold what their schedule says, and whose losses are `factor` of baseline's."""
+    """Return a run whose stages hold the weight versions of their schedule, with `factor` times baseline's losses."""
     devices = 1 if strategy == "baseline" else 2
     split = parse_strategy(strategy, devices)
     spec = spec_from_model(load_model("gpt2-tiny"), split, Batch(2, 8))
@@ -26,9 +26,9 @@ def trained(strategy: str, *, backend: str = "native", factor: float = 1.0) -> E
     )
     losses = {iteration: factor * (10 - iteration / 10) for iteration in ITERATIONS}
     bubble = 0.5 if split.pipeline > 1 else None
-    own = {"dtype": "fp32", "shape": spec.shape}
+    fields = {"dtype": "fp32", "shape": spec.shape}
     return measured(
-        backend, strategy, 100, spec=own, weight_bytes=held, losses=losses, bubble=bubble
+        backend, strategy, 100, spec=fields, weight_bytes=held, losses=losses, bubble=bubble
     )
 
 
@@ -41,7 +41,7 @@ RUNS = [
 ]
 
 
-def test_a_row_has_the_versions_that_its_stages_hold_and_how_old_their_gradients_are() -> None:
+def test_row_lists_weight_versions_and_gradient_delays_of_stages() -> None:
     text = render("gpt2-tiny", RUNS)
     assert cells(text, "native pipedream2")[5:7] == ["1 0", "26.6 MB (×2) 13.3 MB (×1)"]
     assert cells(text, "native pipedream2bw")[6] == "26.6 MB (×2) 26.6 MB (×2)"
@@ -49,13 +49,13 @@ def test_a_row_has_the_versions_that_its_stages_hold_and_how_old_their_gradients
     assert cells(text, "megatron pp2")[7] == "50.0% (25.0%)"
 
 
-def test_only_a_pipeline_that_flushes_must_have_the_references_losses() -> None:
+def test_only_flushing_pipelines_must_match_the_reference_losses() -> None:
     assert describe_wrong_losses(RUNS) == []
     (sentence,) = describe_wrong_losses([*RUNS, trained("gpipe2", factor=1.01)])
     assert sentence.startswith("native gpipe2 flushes, and its losses differ from baseline's")
 
 
-def test_the_write_ups_claims_are_judged_by_what_is_held() -> None:
+def test_claims_of_the_write_up_are_judged_by_measurements() -> None:
     versions, asynchronous, memory, bubble = judge_claims(RUNS)
     assert asynchronous.startswith("“Asynchronous execution”: confirmed")
     assert "here 1 and 0. The losses differ from baseline's by up to 2.0e-02" in asynchronous
@@ -68,5 +68,5 @@ def test_every_pipeline_makes_an_update_of_the_same_samples() -> None:
     experiment = load_experiment("pipelines", Options())
     jobs = [cell.job for cell in experiment.cells]
     assert {job.options.global_batch_size for job in jobs} == {8}
-    (own,) = [job for job in jobs if job.strategy == "pipedream2"]
-    assert own.options.micro_batch_size == 8
+    (pipedream,) = [job for job in jobs if job.strategy == "pipedream2"]
+    assert pipedream.options.micro_batch_size == 8

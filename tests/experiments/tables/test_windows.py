@@ -25,12 +25,12 @@ def unique_prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_validation_window_of_the_unique_sample_appears_in_training(unique_prefix: Path) -> None:
-    found = count_shared_windows(unique_prefix, SPLIT, seq_length=64)
-    assert found["windows"] > 4000
-    assert found["shared"] == 0
+    windows_shared = count_shared_windows(unique_prefix, SPLIT, seq_length=64)
+    assert windows_shared["windows"] > 4000
+    assert windows_shared["shared"] == 0
 
 
-def test_paragraphs_that_topics_share_are_found_in_both_parts(sample_prefix: Path) -> None:
+def test_windows_shared_by_training_and_validation_are_counted(sample_prefix: Path) -> None:
     assert count_shared_windows(sample_prefix, SPLIT, seq_length=64)["shared"] > 500
 
 
@@ -45,13 +45,15 @@ def test_every_document_is_in_one_part() -> None:
     st.lists(st.integers(0, 3), max_size=40),
     st.integers(1, 5),
 )
-def test_hashes_agree_where_windows_do_and_nowhere_else(
-    one: list[int], two: list[int], length: int
+def test_hashes_are_equal_exactly_for_equal_windows(
+    first: list[int], second: list[int], length: int
 ) -> None:
     def windows(tokens: list[int]) -> list[tuple[int, ...]]:
         return [tuple(tokens[i : i + length]) for i in range(len(tokens) - length + 1)]
 
-    ours, theirs = (hash_windows(np.array(tokens, dtype="<u2"), length) for tokens in (one, two))
-    assert len(ours) == len(windows(one))
-    expected = [[a == b for b in windows(two)] for a in windows(one)]
-    assert (ours[:, None] == theirs[None, :]).tolist() == expected
+    first_hashes, second_hashes = (
+        hash_windows(np.array(tokens, dtype="<u2"), length) for tokens in (first, second)
+    )
+    assert len(first_hashes) == len(windows(first))
+    expected = [[a == b for b in windows(second)] for a in windows(first)]
+    assert (first_hashes[:, None] == second_hashes[None, :]).tolist() == expected

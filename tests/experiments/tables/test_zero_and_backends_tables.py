@@ -28,7 +28,7 @@ def cells(text: str, name: str, table: int = 0) -> list[str]:
     return [cell.strip() for cell in lines[table].strip("|").split("|")]
 
 
-def test_bandwidth_is_what_was_sent_over_the_time_spent_on_it() -> None:
+def test_bandwidth_is_sent_bytes_over_communication_time() -> None:
     assert measured("megatron", "dp2", 100).implied_gigabits == pytest.approx(4.0)
     assert measured("megatron", "dp2", 100, communication_seconds=None).implied_gigabits is None
 
@@ -51,14 +51,14 @@ def test_each_measured_value_is_next_to_the_published_one() -> None:
     assert "ZeRO-2: Megatron-LM 0.19.0 (commit abc)" in text
 
 
-def test_transfers_that_the_write_up_gives_are_next_to_what_was_sent() -> None:
+def test_published_transfers_are_next_to_the_sent_bytes() -> None:
     text = compare_zero.render("gpt3-355m", [measured("megatron", "zero3", 200)])
     row = cells(text, "ZeRO-3", 2)
     assert row[2] == "50.0 MB (700 MB)"
     assert row[4:] == ["100.0 ms (11 s)", "4.00 Gbit/s (0.5 Gbit/s)"]
 
 
-def test_beside_a_model_that_was_not_published_stands_no_published_figure() -> None:
+def test_unpublished_model_has_no_published_values() -> None:
     text = compare_zero.render("gpt2-tiny", [measured("megatron", "dp2", 100)])
     assert "has figures of gpt3-64m and gpt3-355m, none of gpt2-tiny." in text
     assert not any("(" in cell for cell in cells(text, "Baseline"))
@@ -83,14 +83,14 @@ def test_a_failed_run_has_dashes_and_no_speedup() -> None:
     assert [cell.partition(" ")[0] for cell in row[3:]] == ["–"] * 4
 
 
-def test_overhead_is_over_the_runs_own_passes_and_next_to_bare() -> None:
+def test_overhead_is_relative_to_the_passes_of_the_run_and_next_to_the_bare_time() -> None:
     runs = [measured("megatron", "dp2", 120), measured("bare", "dp2", 100)]
     text = compare_backends.render("gpt2-tiny", runs)
     assert cells(text, "megatron")[5:8] == ["80.0 ms", "+50.0%", "+20.0%"]
     assert cells(text, "bare")[7] == "–"
 
 
-def test_faster_is_said_with_how_much_and_only_where_the_noise_allows() -> None:
+def test_faster_is_reported_with_its_ratio_only_beyond_the_noise() -> None:
     runs = [measured("megatron", "dp2", 110), measured("native", "dp2", 100)]
     assert compare_backends.describe_pairs(runs) == [
         "native dp2 against megatron dp2: 10.0% faster on this machine."
@@ -99,12 +99,12 @@ def test_faster_is_said_with_how_much_and_only_where_the_noise_allows() -> None:
     assert "which is within noise" in compare_backends.describe_pairs(alike)[0]
 
 
-def test_what_is_missing_is_said() -> None:
+def test_missing_runs_are_reported() -> None:
     text = compare_backends.render("gpt2-tiny", [], ("DeepSpeed is left out: why.",))
     assert "- DeepSpeed is left out: why." in text
 
 
-def test_a_speedup_within_noise_is_said_to_be() -> None:
+def test_speedup_within_noise_is_marked() -> None:
     runs = [measured("megatron", "dp2", 100), measured("megatron", "zero1", 100.02)]
     text = compare_zero.render("gpt3-64m", runs)
     assert cells(text, "ZeRO-1")[6] == "1.00x, within noise (0.68x)"
@@ -114,8 +114,8 @@ def test_a_speedup_within_noise_is_said_to_be() -> None:
     assert cells(few_text, "ZeRO-1")[6] == "1.00x, too few samples (0.68x)"
 
 
-def equal_terms(model: str, given: Options) -> Options:
-    return load_experiment("zero", given, model).options
+def equal_terms(model: str, overrides: Options) -> Options:
+    return load_experiment("zero", overrides, model).options
 
 
 def test_published_models_get_their_published_batches_without_dropout() -> None:
@@ -126,9 +126,7 @@ def test_published_models_get_their_published_batches_without_dropout() -> None:
     assert equal_terms("gpt2-tiny", Options(global_batch_size=4)).global_batch_size == 4
 
 
-def test_a_column_has_a_winner_or_those_within_noise_and_the_lightest_of_them_is_to_be_used() -> (
-    None
-):
+def test_column_recommends_the_winner_or_the_one_with_least_memory_within_noise() -> None:
     runs = [
         measured("megatron", "dp2", 100, peak_bytes=300_000_000),
         measured("megatron", "zero1", 100.1, peak_bytes=200_000_000),

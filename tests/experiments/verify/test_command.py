@@ -1,4 +1,4 @@
-"""`make verify-…` as a command, with real ranks (slow): what ends it early, and the native reference."""
+"""`make verify-…` with real ranks (slow): causes of an early end, and the native reference."""
 
 import json
 import os
@@ -51,18 +51,20 @@ def start(tmp_path: Path, sample_prefix: Path, starting_weights: Path) -> Iterat
 
 def verdict_in(runs: Path) -> dict[str, Any]:
     (path,) = runs.glob("*/verify/*/verdict.json")
-    found: dict[str, Any] = json.loads(path.read_text())
-    return found
+    verdict: dict[str, Any] = json.loads(path.read_text())
+    return verdict
 
 
 def in_the_capture(runs: Path, process: "subprocess.Popen[str]") -> psutil.Process:
-    """Wait until the reference's rank writes its tensors; the rank."""
+    """Wait until the rank of the reference writes its tensors. Return the rank's process."""
     pattern = f"*/tensors/reference/rank-0/{TENSORS_FILE}"
     while not any(path.stat().st_size > 1e6 for path in runs.glob(pattern)):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     (rank,) = (
-        one for one in psutil.Process(process.pid).children(recursive=True) if one.name() == "rank0"
+        process_of_rank
+        for process_of_rank in psutil.Process(process.pid).children(recursive=True)
+        if process_of_rank.name() == "rank0"
     )
     return rank
 
@@ -92,7 +94,7 @@ def test_a_rank_that_is_killed_in_a_capture_makes_it_not_comparable(
     assert not list(tmp_path.glob("*/tensors"))
 
 
-def test_what_megatron_refuses_is_quoted_in_its_own_words(start: Starter, tmp_path: Path) -> None:
+def test_refusal_of_megatron_is_quoted_verbatim(start: Starter, tmp_path: Path) -> None:
     process = start(BASELINE, EXTRA="--recompute-granularity full")
     printed, _ = process.communicate()
     assert process.returncode == 2, printed
@@ -100,7 +102,7 @@ def test_what_megatron_refuses_is_quoted_in_its_own_words(start: Starter, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "bug", "found"),
+    ("name", "bug", "expected"),
     [
         (BASELINE, "", ("held", None, None)),
         ("verify-tp2-gpt2-tiny-2cpu", "", ("held", None, None)),
@@ -117,11 +119,11 @@ def test_what_megatron_refuses_is_quoted_in_its_own_words(start: Starter, tmp_pa
         ),
     ],
 )
-def test_the_native_reference_finds_what_every_layout_of_megatron_has_and_nothing_else(
-    start: Starter, tmp_path: Path, name: str, bug: str, found: tuple[str, ...]
+def test_native_reference_detects_bugs_of_all_megatron_strategies_and_nothing_else(
+    start: Starter, tmp_path: Path, name: str, bug: str, expected: tuple[str, ...]
 ) -> None:
     injected = {"PATCH_FILE": f"{ALIKE}/{bug}.py"} if bug else {}
     process = start(name, REFERENCE="native", **injected)
     printed, _ = process.communicate()
     verdict = verdict_in(tmp_path)
-    assert (verdict["verdict"], verdict["stage"], verdict["module"]) == found, printed
+    assert (verdict["verdict"], verdict["stage"], verdict["module"]) == expected, printed

@@ -1,4 +1,4 @@
-"""What `verify-hf` refuses, what it trains, and both families proven against transformers."""
+"""`verify-hf`: what it refuses, what it trains, and both families compared with transformers."""
 
 import importlib.util
 import json
@@ -32,7 +32,7 @@ def verification(tmp_path: Path, strategy: str, extra: tuple[str, ...] = ()) -> 
     return compose_pair(LaunchPair(parse_target(f"train-{strategy}", options), "hf"))
 
 
-def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(tmp_path: Path) -> None:
+def test_reference_is_transformers_with_the_padding_of_the_strategy(tmp_path: Path) -> None:
     split = verification(tmp_path, "tp2-mine-2cpu")
     assert split.reference.spec.backend is Backend.TRANSFORMERS
     assert split.mode == "Megatron against transformers, with the strategy's 1 padding row"
@@ -45,13 +45,13 @@ def test_the_reference_is_transformers_with_the_padding_that_the_layout_has(tmp_
     assert plain.mode == "Megatron against transformers"
 
 
-def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> None:
+def test_strategies_with_the_same_reference_share_its_run(tmp_path: Path) -> None:
     shared = SharedReferences(tmp_path / "references")
     trained: list[tuple[str, str]] = []
 
     def compared(strategy: str, *extra: str) -> Path:
         options = Options(runs=tmp_path, extra=extra)
-        found = compose_pair(LaunchPair(parse_target(f"train-{strategy}-gpt2-tiny-2cpu", options)))
+        pair = compose_pair(LaunchPair(parse_target(f"train-{strategy}-gpt2-tiny-2cpu", options)))
         scratch = tmp_path / f"{strategy}{len(trained)}"
 
         def train(part: str, launch: Launch) -> str:
@@ -60,7 +60,7 @@ def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> 
             return ""
 
         scratch.mkdir()
-        for part, launch in (("reference", found.reference), ("strategy", found.strategy)):
+        for part, launch in (("reference", pair.reference), ("strategy", pair.strategy)):
             assert shared.wrap(train, scratch)(part, launch) == ""
         return (scratch / "reference").resolve()
 
@@ -72,14 +72,14 @@ def test_layouts_with_the_same_reference_share_one_run_of_it(tmp_path: Path) -> 
     assert not other.exists()
 
 
-def test_a_model_that_was_not_imported_has_no_such_reference(tmp_path: Path) -> None:
+def test_model_that_was_not_imported_has_no_transformers_reference(tmp_path: Path) -> None:
     options = Options(runs=tmp_path, dry_run=True)
     composed = compose_pair(LaunchPair(parse_target("train-tp2-gpt2-tiny-2cpu", options), "hf"))
     with pytest.raises(LaunchError, match="gpt2-tiny was not; import a model"):
         check_launch(composed.reference)
 
 
-def test_a_strategy_that_is_none_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+def test_unknown_strategy_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="STRATEGIES= holds nonsense"):
         run("verify-hf", {"RUNS": str(tmp_path), "STRATEGIES": "tp2 nonsense"})
     assert list(tmp_path.iterdir()) == []
@@ -88,13 +88,13 @@ def test_a_strategy_that_is_none_is_refused_before_anything_is_written(tmp_path:
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is not None, reason="transformers is installed"
 )
-def test_without_transformers_it_says_how_to_install_it(tmp_path: Path) -> None:
+def test_missing_transformers_is_refused_with_the_install_command(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="make setup-hf"):
         run("verify-hf", {"RUNS": str(tmp_path)})
 
 
 @pytest.mark.slow
-def test_both_families_are_what_transformers_computes_and_an_injected_bug_is_not(
+def test_both_families_match_transformers_and_an_injected_bug_differs(
     tmp_path: Path,
 ) -> None:
     pytest.importorskip("transformers")

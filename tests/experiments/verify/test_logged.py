@@ -1,4 +1,4 @@
-"""What two logs print is compared, of a verification whose tensors held."""
+"""Printed values of two logs are compared if all tensors of a verification match."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -60,7 +60,7 @@ def judged(ours: Path, reference: Path, **degrees: Any) -> VerifyVerdict:
     return compare_logs(held(), ours, reference, rank, same_backend=True).verdict
 
 
-def test_a_loss_that_is_printed_twice_as_large_differs_where_every_tensor_held(log: Log) -> None:
+def test_doubled_printed_loss_differs_although_all_tensors_match(log: Log) -> None:
     doubled = log("ours", [2 * loss for loss in LOSSES])
     verdict = judged(doubled, log("reference"), data=(0, 2))
     assert (verdict.verdict, verdict.exit_code) == (VerifyOutcome.DIFFERS, 1)
@@ -79,7 +79,7 @@ def test_a_loss_that_is_printed_twice_as_large_differs_where_every_tensor_held(l
     )
 
 
-def test_a_held_verdict_says_what_was_compared(log: Log) -> None:
+def test_passing_verdict_lists_the_compared_values(log: Log) -> None:
     verdict = judged(log("ours"), log("reference"))
     assert verdict.verdict is VerifyOutcome.HELD
     assert verdict.logged == "lm loss and grad norm of 3 iterations are printed the same"
@@ -89,12 +89,12 @@ def test_a_held_verdict_says_what_was_compared(log: Log) -> None:
     )
 
 
-def test_one_more_unit_than_rounding_is_found_in_its_iteration(log: Log) -> None:
+def test_difference_beyond_rounding_is_reported_with_its_iteration(log: Log) -> None:
     verdict = judged(log("ours", (*LOSSES[:2], LOSSES[2] + 2e-4)), log("reference"))
     assert (verdict.module, verdict.iteration) == ("lm loss", 3)
 
 
-def test_a_norm_and_a_learning_rate_that_are_printed_wrong_are_named(log: Log) -> None:
+def test_wrong_printed_norm_and_learning_rate_are_named(log: Log) -> None:
     wrong = log("ours", norms=[2 * norm for norm in NORMS], rate=3e-4)
     verdict = judged(wrong, log("reference"), data=(0, 2))
     assert (verdict.module, verdict.kind) == ("grad norm", "factor ×DP")
@@ -110,7 +110,7 @@ def test_auxiliary_losses_are_compared(log: Log) -> None:
     assert judged(doubled, reference).module == "load_balancing_loss"
 
 
-def test_what_did_not_hold_is_left_as_it_is(tmp_path: Path) -> None:
+def test_failed_verdict_is_unchanged_by_logs(tmp_path: Path) -> None:
     nothing = Judgement(VerifyVerdict(VerifyOutcome.NOT_COMPARABLE))
     missing = tmp_path / "none"
     rank = captures.rank()
@@ -133,7 +133,10 @@ def test_a_value_that_one_log_does_not_print_is_not_compared() -> None:
         Iteration(1, lm_loss=0.0, grad_norm=2.0),
     )
     (loss,) = list_logged_values([without], [with_it], FP32)
-    assert (loss.name, loss.differs) == ("lm loss", False)  # Of a skipped iteration 0.0 is printed.
+    assert (loss.name, loss.differs) == (
+        "lm loss",
+        False,
+    )  # Megatron prints 0.0 for a skipped iteration.
 
 
 def test_the_number_of_zeros_depends_on_rounding_and_is_not_compared() -> None:
@@ -142,7 +145,7 @@ def test_the_number_of_zeros_depends_on_rounding_and_is_not_compared() -> None:
     assert loss.name == "lm loss"
 
 
-def test_rounding_is_that_of_the_tensors_and_at_least_that_of_the_parity() -> None:
+def test_rounding_is_that_of_tensors_and_at_least_that_of_parity() -> None:
     comparisons = (
         TensorComparison((CaptureStage.LOSS, "loss", "sum"), 2e-6, 0.0),
         TensorComparison(

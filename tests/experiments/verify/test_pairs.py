@@ -1,4 +1,4 @@
-"""What a verification compares, and what it refuses before anything is trained."""
+"""Pairs of launches that a verification compares, and requests that it refuses before training."""
 
 import resource
 from collections.abc import Callable, Iterator
@@ -46,15 +46,17 @@ def composed(tmp_path: Path) -> Composer:
     return compose_named
 
 
-def test_a_models_dropout_is_left_out_where_the_reference_draws_other_masks(
+def test_dropout_is_disabled_if_the_reference_draws_other_masks(
     composed: Composer,
 ) -> None:
-    def hidden(**given: str) -> set[str]:
-        verified = composed("tp2-gpt3-64m-2cpu", **given)
-        return {Flags(one.flags).text("--hidden-dropout") for one in verified.launches}
+    def hidden(**variables: str) -> set[str]:
+        verified = composed("tp2-gpt3-64m-2cpu", **variables)
+        return {Flags(launch.flags).text("--hidden-dropout") for launch in verified.launches}
 
     assert hidden() == {"0.0"}
-    assert hidden(reference="tp2") == {""}  # Megatron's 0.1: the same masks.
+    assert hidden(reference="tp2") == {
+        ""
+    }  # With Megatron's default of 0.1 both sides draw the same masks.
     assert hidden(extra="--hidden-dropout 0.2") == {"0.2"}
 
 
@@ -81,24 +83,24 @@ def test_context_parallelism_that_cpu_attention_ignores_is_refused_wherever_a_pa
         composed("cp2-gpt2-tiny-2cpu", flags=("--cp-comm-type", comm_type))
 
 
-def test_the_reference_has_an_output_layer_of_its_own_where_the_strategy_takes_one(
+def test_reference_has_an_untied_output_layer_if_the_strategy_has_one(
     composed: Composer,
 ) -> None:
     untied = "--untie-embeddings-and-output-weights"
     both = composed("fsdp2-gpt2-tiny-2cpu")
-    assert all(untied in one.flags for one in both.launches)
+    assert all(untied in launch.flags for launch in both.launches)
     assert both.strategy.initial_checkpoint == both.reference.initial_checkpoint
-    assert not any(untied in one.flags for one in composed("tp2-gpt2-tiny-2cpu").launches)
+    assert not any(untied in launch.flags for launch in composed("tp2-gpt2-tiny-2cpu").launches)
 
 
-def test_weights_that_megatron_fsdp_splits_beside_tensor_parallelism_are_refused(
+def test_megatron_fsdp_with_tensor_parallelism_is_refused(
     composed: Composer,
 ) -> None:
     with pytest.raises(LaunchError, match="verify the two apart"):
         composed("tp2dp2-zero2-gpt2-tiny-4cpu")
 
 
-def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
+def test_variables_select_how_the_strategy_differs_from_its_reference() -> None:
     target = "verify-tp2-gpt2-tiny-2cpu"
     asked = {"REFERENCE": "tp2", "EXTRA_B": "--micro-batch-size 1", "RESUMED": "1"}
     pair = parse_pair(target, given(target, asked), Options())
@@ -108,18 +110,18 @@ def test_variables_say_in_what_the_layout_differs_from_its_reference() -> None:
         given(target, {"ARGS": "--megatron-lm-b /nowhere"})
 
 
-def test_a_layout_is_compared_with_one_rank_and_nothing_else_differs(composed: Composer) -> None:
+def test_strategy_is_compared_with_one_rank_of_otherwise_equal_flags(composed: Composer) -> None:
     pair = composed("tp2-gpt2-tiny-2cpu")
     assert (pair.reference.devices, pair.strategy.devices, pair.iteration) == (1, 2, 2)
     assert (pair.mode, pair.saving, pair.pair.reference_strategy) == (None, None, "baseline")
 
 
-def test_another_micro_batch_is_a_mode_of_its_own_with_the_same_global_batch(
+def test_other_micro_batch_is_a_separate_mode_with_the_same_global_batch(
     composed: Composer,
 ) -> None:
     pair = composed("dp2-gpt2-tiny-2cpu", flags=("--micro-batch-size", "1"))
     assert pair.mode == "micro batches of 1 against 2 at one global batch"
-    sizes = [one.spec.batch.global_batch_size for one in (pair.strategy, pair.reference)]
+    sizes = [launch.spec.batch.global_batch_size for launch in (pair.strategy, pair.reference)]
     assert sizes == [12, 12]
 
 
@@ -134,7 +136,7 @@ def test_another_micro_batch_is_a_mode_of_its_own_with_the_same_global_batch(
         ),
     ],
 )
-def test_experts_that_look_at_a_ranks_tokens_are_compared_where_ranks_route_as_many(
+def test_experts_with_balance_per_rank_are_compared_only_with_equal_tokens_per_rank(
     composed: Composer, extra: str, alike: str, refused: str
 ) -> None:
     assert composed(f"{alike}-moe-tiny-2cpu", extra=extra).strategy.devices == 2
@@ -143,7 +145,7 @@ def test_experts_that_look_at_a_ranks_tokens_are_compared_where_ranks_route_as_m
         composed("sp2-moe-tiny-2cpu", extra=extra)
 
 
-def test_a_global_balance_of_experts_is_compared_at_one_number_of_data_parallel_ranks(
+def test_experts_with_global_balance_are_compared_only_with_equal_data_parallel_ranks(
     composed: Composer,
 ) -> None:
     extra = "--moe-router-load-balancing-type global_aux_loss"
@@ -156,11 +158,11 @@ def test_a_global_balance_of_experts_is_compared_at_one_number_of_data_parallel_
     ("name", "reference", "batch"),
     [("pp2", "dp2", 12), ("dp2", "tp2", 12), ("tp2", "vpp2", 8), ("dp2", "vpp2", 16)],
 )
-def test_the_batch_suits_the_ranks_of_the_layout_and_of_its_reference(
+def test_global_batch_is_divisible_by_ranks_of_strategy_and_reference(
     composed: Composer, name: str, reference: str, batch: int
 ) -> None:
     pair = composed(f"{name}-gpt2-tiny-2cpu", reference=reference)
-    sizes = {one.spec.batch.global_batch_size for one in pair.launches}
+    sizes = {launch.spec.batch.global_batch_size for launch in pair.launches}
     assert sizes == {batch}
 
 
@@ -170,7 +172,7 @@ def test_an_interleaved_reference_of_a_longer_pipeline_gets_a_multiple_of_its_st
     assert pairs._choose_micro_batches(LaunchPair(job, "vpp2")) == 8
 
 
-def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
+def test_resumed_run_is_compared_with_an_uninterrupted_run_of_its_strategy(
     composed: Composer, tmp_path: Path
 ) -> None:
     pair = composed("tp2-gpt2-tiny-2cpu", resumed="1")
@@ -187,7 +189,7 @@ def test_a_resumed_run_is_compared_with_its_own_layout_undisturbed(
     assert not resumed.has("--no-load-optim")
 
 
-def test_a_run_may_resume_from_another_layouts_checkpoint(composed: Composer) -> None:
+def test_run_may_resume_from_the_checkpoint_of_another_strategy(composed: Composer) -> None:
     pair = composed("pp2-gpt2-tiny-2cpu", resumed="baseline", iterations=4)
     assert pair.saving is not None
     assert (pair.saving.devices, pair.strategy.devices, pair.pair.reference_strategy) == (
@@ -215,7 +217,7 @@ def test_weights_in_flat_buffers_are_no_reference(composed: Composer) -> None:
     assert composed("zero3-gpt2-tiny-2cpu").pair.reference_strategy == "baseline"
 
 
-def test_another_megatron_begins_with_the_weights_of_the_reference(
+def test_other_megatron_starts_with_the_weights_of_the_reference(
     composed: Composer, tmp_path: Path
 ) -> None:
     fork = tmp_path / "fork"
@@ -228,7 +230,7 @@ def test_another_megatron_begins_with_the_weights_of_the_reference(
     assert pair.mode is not None
     assert pair.mode.startswith("Megatron 0.18.2 against Megatron 0.")
     assert pair.strategy.initial_checkpoint == pair.reference.initial_checkpoint
-    loaded = [Flags(one.flags).text("--load") for one in (pair.strategy, pair.reference)]
+    loaded = [Flags(launch.flags).text("--load") for launch in (pair.strategy, pair.reference)]
     assert loaded[0] == loaded[1]
 
 
@@ -249,10 +251,19 @@ def test_runs_of_different_work_are_refused_with_the_field(
 
 
 def test_other_micro_batches_of_balanced_experts_are_refused(composed: Composer) -> None:
-    one = ("--micro-batch-size", "1")
+    flags = ("--micro-batch-size", "1")
     with pytest.raises(ValueError, match="balances its experts over each micro batch"):
-        composed("baseline-moe-tiny-1cpu", flags=one)
-    assert composed("baseline-moe-tiny-1cpu", flags=one, extra="--moe-aux-loss-coeff 0").mode
+        composed("baseline-moe-tiny-1cpu", flags=flags)
+    assert composed("baseline-moe-tiny-1cpu", flags=flags, extra="--moe-aux-loss-coeff 0").mode
+
+
+def test_vocabularies_with_different_padding_are_refused(composed: Composer) -> None:
+    flag = "--make-vocab-size-divisible-by 1"
+    with pytest.raises(
+        LaunchError, match="50258 rows in the strategy and to 50257 in its reference"
+    ):
+        composed("tp2-gpt2-tiny-2cpu", extra=flag)
+    assert composed("dp2-gpt2-tiny-2cpu", extra=flag)
 
 
 @contextmanager
@@ -266,7 +277,7 @@ def files_no_larger_than(size_bytes: int) -> Iterator[None]:
 
 
 def wrong_input(tmp_path: Path, scale: float) -> Callable[[str, Launch], str]:
-    """Trains nothing: leaves a capture whose module input the strategy has wrong."""
+    """Return a fake training that writes captures in which the strategy has a wrong module input."""
     site = captures.output(slot="input.x")
     values = np.ones((8, 2, 2048), np.float32)
 
@@ -279,7 +290,7 @@ def wrong_input(tmp_path: Path, scale: float) -> Callable[[str, Launch], str]:
     return train
 
 
-def test_a_disk_that_is_full_is_one_sentence(composed: Composer, tmp_path: Path) -> None:
+def test_full_disk_gives_a_single_sentence(composed: Composer, tmp_path: Path) -> None:
     pair = composed("tp2-gpt2-tiny-2cpu")
     train = wrong_input(tmp_path, 2.0)
 
@@ -299,7 +310,7 @@ def test_a_disk_that_is_full_is_one_sentence(composed: Composer, tmp_path: Path)
     assert "could not be read or written (File too large)" in verdict.reason
 
 
-def test_where_all_tensors_held_the_logs_decide(composed: Composer, tmp_path: Path) -> None:
+def test_logs_decide_if_all_tensors_match(composed: Composer, tmp_path: Path) -> None:
     line = " iteration 1/ 500 | consumed samples: 6 | lm loss: {:.6E} | grad norm: 1.825 |\n"
     same = wrong_input(tmp_path, 1.0)
 
@@ -343,7 +354,7 @@ def test_ranks_of_megatron_are_forked_from_one_process_that_ends_with_the_verifi
     assert ended == [True]
 
 
-def test_another_vocabulary_than_the_models_own_is_said_before_anything_is_trained(
+def test_replaced_vocabulary_is_reported_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(*_: object) -> None:
@@ -361,15 +372,12 @@ def test_another_vocabulary_than_the_models_own_is_said_before_anything_is_train
     assert "vocabulary of 50,257 is trained and not the model's own 4,096" in first
 
 
-def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_for(
-    composed: Composer, tmp_path: Path
-) -> None:
+def test_first_iteration_with_wrong_weights_is_searched(composed: Composer, tmp_path: Path) -> None:
     began, asked = 3, []
     ones, at = np.ones((4, 3), np.float32), captures.place((0, 0, 0))
 
     def train(part: str, launch: Launch) -> str:
-        """The strategy's weights are wrong from the end of iteration 3 on, as its gradients are
-        there."""
+        """Write captures in which the strategy's gradients are wrong at iteration 3 and its weights after it."""
         iteration = int(launch.environment[variables.CAPTURE_ITERATION])
         asked.append(part)
         injected = part.startswith("strategy")
@@ -387,6 +395,6 @@ def test_where_weights_begin_wrong_the_iteration_in_which_that_begins_is_looked_
     pair = composed("tp2-gpt2-tiny-2cpu", iterations=8)
     verdict = train_and_judge(pair, tmp_path, train).verdict
     assert (verdict.iteration, verdict.stage) == (began, CaptureStage.LOCAL_GRADIENTS)
-    # A search by halves: a reference and a strategy each.
+    # The bisection trains a reference and a strategy per step.
     assert asked[-2:] == ["reference-3", "strategy-3"]
     assert len(asked) == 8

@@ -43,6 +43,31 @@ def test_a_killed_rank_is_a_crash_unless_the_kernel_has_run_out_of_memory(
     assert killed.reason.startswith("Rank 1 was killed by the kernel")
 
 
+@pytest.mark.parametrize("limit", [3 << 30, None])
+def test_a_limit_on_addresses_is_named_where_memory_was_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, limit: int | None
+) -> None:
+    monkeypatch.setattr(exit_status, "read_address_limit", lambda: limit)
+    (folder / "log.txt").write_text("cannot allocate memory for thread-local data: ABORT\n")
+    status = exit_status.classify_exit(folder, 1, interrupted=False)
+    assert status.status is Status.OUT_OF_MEMORY
+    sentence = "A process may have 3.0 GiB of addresses here (ulimit -v)"
+    assert (sentence in status.reason) == (limit is not None)
+
+
+def test_a_gpu_that_is_full_is_not_blamed_on_the_limit_on_addresses(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exit_status, "read_address_limit", lambda: 1 << 30)
+    (folder / "log.txt").write_text(
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total "
+        "capacity of 79.10 GiB of which 1.00 GiB is free.\n"
+    )
+    status = exit_status.classify_exit(folder, 1, interrupted=False)
+    assert status.status is Status.OUT_OF_MEMORY
+    assert "ulimit" not in status.reason
+
+
 def test_torchruns_own_death_is_not_blamed_on_a_rank(folder: Path) -> None:
     status = exit_status.classify_exit(folder, 137, False, kills_before=None)
     assert (status.status, status.rank) == (Status.CRASHED, None)

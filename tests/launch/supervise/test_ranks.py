@@ -1,5 +1,8 @@
 import os
+import shlex
 import signal
+import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -53,6 +56,42 @@ def test_processes_that_ignore_sigterm_are_ended_by_stop(
     with RankProcesses(("bash", "-c", STUBBORN), {}, tmp_path / "log.txt") as ranks:
         rank = wait_for(ranks, 0)
     until(lambda: not is_alive(rank), "the rank lives")
+
+
+SAVING = """
+import os, signal, sys, time
+saved, sleeping = sys.argv[1], True
+def save(number, frame):
+    time.sleep(3)
+    open(saved, "w").write("whole")
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("grace_seconds", [60.0, None])
+def test_a_rank_that_saves_longer_than_the_usual_time_to_stop_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, grace_seconds: float | None
+) -> None:
+    monkeypatch.setattr(interruption, "GRACE_SECONDS", 0.5)
+    saved, log = tmp_path / "saved", tmp_path / "log.txt"
+    rank = shlex.join((sys.executable, "-c", SAVING, str(saved)))
+    with RankProcesses(("bash", "-c", f"RANK=0 {rank} & wait"), {}, log) as ranks:
+        until(lambda: "ready" in log.read_text(), "the rank does not start")
+        if grace_seconds:
+            ranks.let_save(grace_seconds)
+    assert saved.exists() == (grace_seconds is not None)
+
+
+def test_slurms_announcement_to_all_processes_ends_no_rank(tmp_path: Path) -> None:
+    with RankProcesses(("bash", "-c", "RANK=0 sleep 600 & wait"), {}, tmp_path / "log") as ranks:
+        rank = wait_for(ranks, 0)
+        for process in (rank, rank.parent()):
+            process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+        assert is_alive(rank)
 
 
 def test_a_supervisor_whose_environment_cannot_be_seen_yet_is_ended_by_stop(

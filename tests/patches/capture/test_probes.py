@@ -17,7 +17,7 @@ class Inner(torch.nn.Module):
 
 
 class Model(torch.nn.Module):
-    """y = w1·(w0·x) + w0·x: what the first module gives has two users."""
+    """Model y = w1·(w0·x) + w0·x, in which the first module's output is used twice."""
 
     def __init__(self, recompute=False):
         super().__init__()
@@ -57,7 +57,7 @@ def test_inputs_and_outputs_of_every_module_are_written(tmp_path):
 
 
 class WithBias(torch.nn.Module):
-    """Returns its product and its bias, as Megatron's row-parallel linear does."""
+    """Linear layer that returns its product and its bias, like Megatron's row-parallel linear."""
 
     def __init__(self):
         super().__init__()
@@ -67,7 +67,7 @@ class WithBias(torch.nn.Module):
         return x * 3, self.bias
 
 
-def test_a_parameter_that_a_module_returns_is_written_and_returned_as_it_is(tmp_path):
+def test_returned_parameter_is_captured_and_unchanged(tmp_path):
     model = Model()
     model.first = WithBias()
     returned = []
@@ -91,7 +91,7 @@ def test_gradient_of_a_modules_input_excludes_other_users_of_that_input(tmp_path
     assert value(stored, "first", "input.x", gradients) == 12
 
 
-def test_probes_change_no_gradient_and_leave_nothing_behind(tmp_path):
+def test_probes_change_no_gradient_and_are_removed(tmp_path):
     plain, probed = Model(), Model()
     plain(torch.tensor([2.0])).sum().backward()
     captured(tmp_path / "c", probed)
@@ -99,7 +99,7 @@ def test_probes_change_no_gradient_and_leave_nothing_behind(tmp_path):
     assert not any(module._forward_hooks for module in probed.modules())
 
 
-def test_a_recomputed_pass_is_written_beside_the_first(tmp_path):
+def test_recomputed_pass_is_captured_in_addition_to_the_first(tmp_path):
     stored = captured(tmp_path / "c", Model(recompute=True))
     backward = CaptureStage.ACTIVATION_GRADIENTS
     assert value(stored, "second", "output") == 18
@@ -113,8 +113,8 @@ def test_forced_input_hides_faults_before_it(tmp_path):
     wrong.first.weight.data.fill_(5)
     stored = captured(tmp_path / "forced", wrong, forced=right)
     assert value(stored, "first", "output") == 10
-    assert value(stored, "second", "input.x") == 10  # What arrived is written,
-    assert value(stored, "second", "output") == 18  # what was computed is of the forced input.
+    assert value(stored, "second", "input.x") == 10  # The input that arrived is captured.
+    assert value(stored, "second", "output") == 18  # The output is computed from the forced input.
 
 
 def test_forced_gradient_hides_faults_after_it(tmp_path):
@@ -126,7 +126,7 @@ def test_forced_gradient_hides_faults_after_it(tmp_path):
     assert value(stored, "first", "input.x", CaptureStage.ACTIVATION_GRADIENTS) == 12
 
 
-def test_a_tensor_that_was_written_can_still_be_freed(tmp_path):
+def test_captured_tensor_can_be_freed(tmp_path):
     tensor = torch.ones(2)
     with CaptureWriter(tmp_path / "c") as writer:
         Recording(writer).forward(TensorKey(CaptureStage.OUTPUTS, "first", "output", 0), tensor)
@@ -139,11 +139,11 @@ def test_tensor_in_reused_memory_is_not_taken_for_the_earlier_tensor():
     first, second = (torch.frombuffer(memory, dtype=torch.float32) for _ in range(2))
     known.note(first, "first")
     assert known.find(second) == "first"
-    first.set_()  # As if freed.
+    first.set_()  # The test acts as if the tensor had been freed.
     assert known.find(second) is None
 
 
-def test_a_response_is_the_relative_change(tmp_path):
+def test_response_is_the_relative_change(tmp_path):
     writer_folder = tmp_path / "c"
     stored = captured(writer_folder, Model())
     responding = RoundingProbe(stored)
@@ -153,7 +153,7 @@ def test_a_response_is_the_relative_change(tmp_path):
 
 
 class Difference(torch.nn.Module):
-    """As a softmax, takes no notice of what all that it is given has in common."""
+    """Module that, like a softmax, ignores a common offset of its inputs."""
 
     def forward(self, x):
         return x[:1] - x[1:]
@@ -162,12 +162,12 @@ class Difference(torch.nn.Module):
 def test_perturbed_inputs_give_a_response_where_perturbed_weights_give_none(tmp_path):
     model = torch.nn.Sequential(Inner(), Difference())
     names = [{"": "model", "0": "first", "1": "second"}]
-    given = torch.tensor([1.0, 1.0078125])
+    inputs = torch.tensor([1.0, 1.0078125])
 
     def watched(sink):
         probes = Probes([model], names, sink)
         probes.begin_micro_batch(0)
-        model(given)
+        model(inputs)
         probes.remove()
 
     with CaptureWriter(tmp_path / "c") as writer:
@@ -185,14 +185,16 @@ def test_perturbed_inputs_give_a_response_where_perturbed_weights_give_none(tmp_
     assert responding.responses[key] > 60 * epsilon
 
 
-def test_integers_are_not_off_by_rounding(tmp_path):
+def test_integers_have_no_rounding_error(tmp_path):
     responding = RoundingProbe(captured(tmp_path / "c", Model()))
     responding.round_otherwise(0)
     site = TensorKey(CaptureStage.OUTPUTS, "first", "input.ids", 0)
     assert responding.forward(site, torch.tensor([3])) is None
     off = responding.forward(site, torch.tensor([6.0] * 64))
     assert off is not None
-    apart = 4 * torch.finfo(torch.float32).eps  # To the next number.
+    apart = (
+        4 * torch.finfo(torch.float32).eps
+    )  # The perturbation moves the value to the next number.
     assert sorted(set((off - 6).tolist())) == [-apart, apart]
 
 
@@ -237,15 +239,15 @@ def test_layers_and_experts_have_their_global_numbers():
     layer.experts.local_experts = torch.nn.ModuleList([Inner()])
     stage.decoder.layers = torch.nn.ModuleList([layer])
     (names,) = global_names([stage], [2], 4)
-    own = "decoder.layers.0.experts.local_experts.0"
-    assert (names[own], names[""]) == ("decoder.layers.2.experts.local_experts.4", "model")
-    result = describe_module(stage.get_submodule(own))
+    expert_name = "decoder.layers.0.experts.local_experts.0"
+    assert (names[expert_name], names[""]) == ("decoder.layers.2.experts.local_experts.4", "model")
+    result = describe_module(stage.get_submodule(expert_name))
     assert result.kind == "Inner"
     assert result.source.endswith(f":{Inner.forward.__code__.co_firstlineno}")
 
 
 class Borrower(torch.nn.Module):
-    """Calls a module of another, once more than that one does."""
+    """Module that calls a submodule of another module once more than its owner does."""
 
     def __init__(self, lender):
         super().__init__()
@@ -269,7 +271,7 @@ def test_calls_are_numbered_per_caller(tmp_path):
     inputs = []
     for lends in (False, True):
         model, writer = Lending(lends), CaptureWriter(tmp_path / str(lends))
-        names = {own: own or "model" for own, _ in model.named_modules()}
+        names = {name: name or "model" for name, _ in model.named_modules()}
         probes = Probes([model], [names], Recording(writer))
         probes.begin_micro_batch(0)
         model(torch.tensor([2.0]))

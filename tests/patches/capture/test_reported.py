@@ -4,7 +4,7 @@ import torch
 from megatron_patches.capture.reported import preserve_reported_losses
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
 def test_losses_of_repeated_passes_are_not_reported() -> None:
     from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
     from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper

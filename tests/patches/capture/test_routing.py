@@ -1,4 +1,4 @@
-"""What routers choose is seen, and another choice can be forced, with and without a replay."""
+"""The choice of routers is captured, and another choice can be forced, with and without replay."""
 
 import sys
 from types import ModuleType
@@ -13,7 +13,7 @@ SCORED = torch.tensor([[0.1, 0.6, 0.3], [0.5, 0.2, 0.4]])
 
 
 class OlderRouter(torch.nn.Module):
-    """Chooses as that of Megatron 0.15 does, and again for its loss."""
+    """Router that chooses like that of Megatron 0.15, and a second time for its loss."""
 
     topk = 1
     routing_type = "aux_loss"
@@ -28,22 +28,22 @@ class OlderRouter(torch.nn.Module):
 
 
 class Sink:
-    """Keeps what it is given, and chooses what it is given."""
+    """Sink that stores captured tensors and answers every choice with `forced`."""
 
-    def __init__(self, given=None):
-        self.seen, self._given = {}, given
+    def __init__(self, forced=None):
+        self.seen, self._forced = {}, forced
 
     def write(self, site, tensor):
         self.seen[site.slot, site.micro_batch] = tensor
 
     def choose(self, site, chosen):
         self.write(site, chosen)
-        return self._given
+        return self._forced
 
 
 @pytest.fixture(autouse=True)
 def megatron(monkeypatch):
-    """`moe_utils` alone: importing the real one takes seconds."""
+    """Provide a fake `moe_utils`, because importing the real module takes seconds."""
     utils = ModuleType("moe_utils")
     utils.group_limited_topk = lambda scores, topk, num_groups: torch.topk(scores, topk, dim=-1)
     package = "megatron.core.transformer.moe"
@@ -54,7 +54,7 @@ def megatron(monkeypatch):
 
 
 @pytest.mark.parametrize("topk", [1, 2])
-def test_the_first_choice_of_a_router_without_replay_is_seen(topk):
+def test_first_choice_of_a_router_without_replay_is_captured(topk):
     router, sink, best = OlderRouter(), Sink(), torch.topk
     router.topk = topk
     with capture_routing([router], [{"": "router"}], sink):
@@ -69,17 +69,17 @@ def test_the_first_choice_of_a_router_without_replay_is_seen(topk):
     assert (torch.topk, "routing" in vars(router)) == (best, False)
 
 
-def test_another_choice_replaces_only_the_first():
+def test_forced_choice_replaces_only_the_first_choice():
     router = OlderRouter()
-    given = torch.tensor([[True, False, False], [False, False, True]])
-    with capture_routing([router], [{"": "router"}], Sink(given)):
+    forced = torch.tensor([[True, False, False], [False, False, True]])
+    with capture_routing([router], [{"": "router"}], Sink(forced)):
         values, chosen, again = router.routing(SCORED)
     assert chosen.tolist() == [[0], [2]]
     assert values.tolist() == [[SCORED[0, 0]], [SCORED[1, 2]]]
     assert again.tolist() == [[1], [0]]
 
 
-def test_sinkhorn_is_left_alone():
+def test_sinkhorn_routing_is_unchanged():
     router, sink = OlderRouter(), Sink()
     router.routing_type = "sinkhorn"
     with capture_routing([router], [{"": "router"}], sink):

@@ -1,4 +1,4 @@
-"""What an iteration begins with, put back so that it can be repeated."""
+"""The state at the start of an iteration is restored so that the iteration can be repeated."""
 
 from types import SimpleNamespace
 
@@ -7,11 +7,11 @@ import torch
 
 from megatron_patches.capture.start import Snapshot
 
-# Megatron tells of what is not installed.
+# Megatron warns about packages that are not installed.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def test_an_iteration_that_overflows_is_repeated_at_its_own_loss_scale() -> None:
+def test_overflowing_iteration_is_repeated_with_its_loss_scale() -> None:
     model = torch.nn.Linear(1, 1)
     inner = torch.optim.SGD(model.parameters(), lr=1.0)
     scaler = SimpleNamespace(_scale=torch.tensor([4.0]), _hysteresis_tracker=1)

@@ -1,4 +1,4 @@
-"""Functions that the capture replaces for an iteration, in every module that has imported them."""
+"""The capture replaces functions during an iteration in every module that has imported them."""
 
 import sys
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from unittest import mock
 from megatron_patches.capture.step import wrap_in_importers
 
 
-def test_a_function_is_wrapped_in_every_module_beside_its_own_and_restored() -> None:
+def test_function_is_wrapped_in_every_importing_module_and_restored() -> None:
     owner, plain, patched, elsewhere = (
         ModuleType(f"stand_in.{name}")
         for name in ("optimizer.clip", "optimizer.plain", "optimizer.patched", "model.layer")

@@ -11,7 +11,7 @@ def test_the_norm_runs_over_all_tensors() -> None:
     assert norm(torch.tensor([3.0, 0.0]), torch.tensor([[4.0]])) == 5.0
 
 
-def test_small_gradients_count_next_to_a_large_one_however_the_tensor_is_cut() -> None:
+def test_small_gradients_count_beside_a_large_one_for_any_sharding() -> None:
     gradient = torch.full((4_000_000,), 1e-4)
     gradient[0] = 10.0
     exact = float(gradient.double().norm())

@@ -8,7 +8,7 @@ from megatron_patches.cpu.results_queue import _use_local_queue
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_only_a_checkpoint_written_by_another_process_needs_a_queue_between_them(
+def test_queue_is_created_only_for_checkpoints_written_by_another_process(
     is_async: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arguments = SimpleNamespace(async_save=is_async)

@@ -25,7 +25,7 @@ def test_two_ranks_gather_and_reduce_parts_of_one_and_two_rows(tmp_path: Path) -
     whole = [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
     assert [gathered for gathered, *_ in by_rank] == [whole, whole]
     assert [listed for *_, listed in by_rank] == [whole, whole]
-    # One rank's rows and twice the same of the other: three times 0 to 5.
+    # The sum of a rank's rows and twice the same rows of the other rank is three times 0 to 5.
     assert by_rank[0][1] == [[0.0, 3.0]]
     assert by_rank[1][1] == [[6.0, 9.0], [12.0, 15.0]]
 
@@ -55,7 +55,7 @@ def test_equal_parts_and_other_backends_are_left_to_megatron(
 
 
 def stays(tensor: torch.Tensor, as_numpy: bool = False, record_stream: bool = False) -> object:
-    """Megatron's own on the host: it moves nothing."""
+    """Stand-in for Megatron's function, which moves nothing on the host."""
     return tensor
 
 

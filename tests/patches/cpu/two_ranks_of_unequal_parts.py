@@ -22,19 +22,19 @@ rank = 0 if second else 1
 distributed.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=2)
 group = distributed.group.WORLD
 assert group is not None
-own = torch.full((ROWS[rank], 2), float(rank + 1))
-gathered = gather_parts(own, group, ROWS)
+part = torch.full((ROWS[rank], 2), float(rank + 1))
+gathered = gather_parts(part, group, ROWS)
 whole = torch.arange(6.0).view(3, 2) * (rank + 1)
 kept = reduce_scatter_parts(whole, group, ROWS)
-listed = [own if number == rank else torch.empty(rows, 2) for number, rows in enumerate(ROWS)]
-gather_list(listed, own, group)
+listed = [part if number == rank else torch.empty(rows, 2) for number, rows in enumerate(ROWS)]
+gather_list(listed, part, group)
 answers: list[object] = [None, None]
 distributed.all_gather_object(
     answers, (gathered.tolist(), kept.tolist(), torch.cat(listed).tolist())
 )
 if rank == 0:
     print(answers)
-# Nobody may hold the group any longer, or gloo's threads end with the interpreter, which aborts.
+# No reference to the group may remain, or gloo's threads end with the interpreter, which then aborts.
 del group
 distributed.barrier()
 distributed.destroy_process_group()

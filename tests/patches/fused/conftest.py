@@ -9,14 +9,14 @@ from megatron_patches.fused import compile_once
 
 @pytest.fixture(autouse=True)
 def uncompiled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Loading the compiler takes longer than all of them; slow ones are about it too."""
+    """Run functions uncompiled except in slow tests, because loading the compiler takes longer than all tests."""
     compile_once.cache_clear()
     if "slow" not in request.keywords:
         monkeypatch.setattr(torch, "compile", skip_compilation)
 
 
 def devices() -> list[object]:
-    """The CPU, and a GPU, which skips with the reason where there is none."""
+    """Return the CPU, and a GPU whose tests are skipped with the reason if there is none."""
     absent = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
     return ["cpu", pytest.param("cuda", marks=absent)]
 

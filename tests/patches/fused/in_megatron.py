@@ -1,4 +1,4 @@
-"""Three updates of a small GPT by Megatron's own layers and optimizer.
+"""Three updates of a small GPT with Megatron's layers and optimizer.
 
 Takes JSON, the precisions (fp32, bf16) of each FUSED. Prints JSON, for each FUSED: the patches, whether
 torch's compiler was loaded (the memory ledger's dispatch mode has run as well), and for each precision
@@ -27,7 +27,7 @@ Figures = dict[str, Any]
 
 
 def model_and_optimizer(fused: str, half: bool) -> tuple[Any, Any]:
-    """Megatron's GPT under its data parallelism, and its mixed-precision optimizer."""
+    """Return Megatron's GPT wrapped for data parallelism, and its mixed-precision optimizer."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -85,36 +85,37 @@ def figures(fused: str, half: bool) -> dict[str, Any]:
 
 
 def train(fused: str, precisions: Sequence[str]) -> Figures:
-    """In a process of its own: patch, import Megatron, train in each precision."""
-    if fused:  # Their graphs would be compiled; Megatron alone may not even load the compiler.
+    """Apply patches, import Megatron and train in each precision. Must run in a fresh process."""
+    if fused:  # The graphs of patches would be compiled. Without patches Megatron must not even load the compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     os.environ["KIT_FUSED"] = fused
     context = find_context(Path("none"), "cpu")
-    found: Figures = {"applied": apply_patches(PATCHES, context)}
+    results: Figures = {"applied": apply_patches(PATCHES, context)}
     for precision in precisions:
-        found[precision] = figures(fused, precision == "bf16")
+        results[precision] = figures(fused, precision == "bf16")
     with _ResultObserver(lambda _: None):
         torch.zeros(1).zero_()
-    found["compiler"] = "torch._dynamo" in sys.modules
-    return found
+    results["compiler"] = "torch._dynamo" in sys.modules
+    return results
 
 
 def main(asked: str) -> None:
-    """Fork a process for each set of patches, which has imported torch; print what they found."""
+    """Fork a process with imported torch per set of patches, and print the results."""
     fork, running, ends = multiprocessing.get_context("fork"), [], {}
     for fused, precisions in json.loads(asked).items():
-        ours, theirs = fork.Pipe(duplex=False)
+        ours, sender = fork.Pipe(duplex=False)
         process = fork.Process(
-            target=lambda end, *what: end.send(train(*what)), args=(theirs, fused, precisions)
+            target=lambda end, *arguments: end.send(train(*arguments)),
+            args=(sender, fused, precisions),
         )
         process.start()
-        theirs.close()
+        sender.close()
         running.append(process)
         ends[fused] = ours
-    found = {fused: end.recv() for fused, end in ends.items()}
+    results = {fused: end.recv() for fused, end in ends.items()}
     for process in running:
-        process.join()  # Megatron prints as well, at the latest when it ends.
-    print(json.dumps(found))
+        process.join()  # Megatron prints text too, at the latest when a process ends.
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

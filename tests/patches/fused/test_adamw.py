@@ -29,12 +29,12 @@ def test_fused_updates_equal_unfused_updates_and_float64(device: str, by_group: 
     torch.manual_seed(0)
     fused = trained(FUSED, torch.float64, device, by_group)
     plain = trained(torch.optim.AdamW, torch.float64, device, False)
-    for one, other in zip(fused, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    for actual, expected in zip(fused, plain, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-14)
     single = trained(FUSED, torch.float32, device, by_group)
     unfused = trained(torch.optim.AdamW, torch.float32, device, False)
-    for one, other in zip(single, unfused, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+    for actual, expected in zip(single, unfused, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-7)
 
 
 def test_fused_adamw_is_an_instance_of_torchs_adam() -> None:

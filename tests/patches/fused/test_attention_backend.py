@@ -8,7 +8,7 @@ from megatron_patches.fused.attention_backend import use_only_backend
 from megatron_patches.no_te.attention import attend, causal_mask
 
 
-def test_inside_only_the_named_kernel_is_allowed() -> None:
+def test_only_the_named_kernel_is_allowed_inside_the_context() -> None:
     def allowed() -> list[bool]:
         cuda = torch.backends.cuda
         return [cuda.flash_sdp_enabled(), cuda.cudnn_sdp_enabled(), cuda.math_sdp_enabled()]
@@ -19,7 +19,7 @@ def test_inside_only_the_named_kernel_is_allowed() -> None:
     assert allowed() == before
 
 
-def test_the_kernels_result_is_attention() -> None:
+def test_result_of_the_kernel_equals_attention() -> None:
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 1, 2, 8, 16)
 
@@ -38,7 +38,7 @@ KERNELS = {
 
 
 def attending(kernel: str, device: str) -> Callable[..., torch.Tensor]:
-    """The patched attention by one kernel, or by the one that torch chooses."""
+    """Return the patched attention with a named kernel, or with the kernel that torch chooses."""
     backend = KERNELS[kernel]
     if backend is SDPBackend.CUDNN_ATTENTION and device == "cpu":
         pytest.skip("cuDNN is a library for GPUs")
@@ -52,10 +52,10 @@ def check_against_float64(
     shapes: list[tuple[int, ...]],
     mask: torch.Tensor | None = None,
 ) -> None:
-    """The result and all gradients, for query, key and value of these shapes."""
+    """Compare the result and all gradients with float64, for query, key and value of these shapes."""
     torch.manual_seed(0)
     inputs = [torch.randn(s, device=device).to(dtype).requires_grad_() for s in shapes]
-    exact = [each.detach().double().requires_grad_() for each in inputs]
+    exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
     length, batch, heads, width = shapes[0]
     upstream = torch.randn(length, batch, heads * width, device=device).to(dtype)
     out = attending(kernel, device)(*inputs, mask, width**-0.5, 0.0)
@@ -64,9 +64,9 @@ def check_against_float64(
     expected.backward(upstream.double())
     close = {"rtol": TOLERANCE[dtype], "atol": 4 * TOLERANCE[dtype]}
     torch.testing.assert_close(out.double(), expected, **close)
-    for mine, theirs in zip(inputs, exact, strict=True):
+    for mine, reference in zip(inputs, exact, strict=True):
         assert mine.grad is not None
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)
+        torch.testing.assert_close(mine.grad.double(), reference.grad, **close)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -75,7 +75,7 @@ def check_against_float64(
 def test_each_kernel_and_its_gradients_equal_float64(
     kernel: str, dtype: torch.dtype, groups: int, device: str
 ) -> None:
-    # An odd length, and the width of a head of gpt2-large.
+    # The length is odd, and the width is that of a head of gpt2-large.
     shapes = [(33, 2, 4, 80), (33, 2, groups, 80), (33, 2, groups, 80)]
     check_against_float64(kernel, dtype, device, shapes)
 
@@ -94,7 +94,7 @@ def test_attention_with_the_mask_of_split_sequences_and_its_gradients_equal_floa
 
 @pytest.mark.parametrize("kernel", ["chosen", "cudnn"])
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_dropout_drops_its_share_and_keeps_the_mean_in_16_bits(
+def test_dropout_drops_its_fraction_and_keeps_the_mean_in_16_bits(
     kernel: str, p: float, device: str
 ) -> None:
     torch.manual_seed(0)

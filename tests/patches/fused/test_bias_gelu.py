@@ -9,7 +9,7 @@ TOLERANCE = {torch.float32: 1e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def reference(x: torch.Tensor) -> torch.Tensor:
-    """tanh GELU by its formula (Hendrycks and Gimpel, arXiv 1606.08415)."""
+    """Return tanh GELU by its formula (Hendrycks and Gimpel, arXiv 1606.08415)."""
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -25,28 +25,28 @@ def test_forward_and_both_gradients_equal_float64(
     wide = [t.detach().double().requires_grad_() for t in (x, bias)]
     expected = reference(wide[0] + wide[1])
     expected.backward(upstream.double())
-    found = bias_gelu(x, bias)
-    found.backward(upstream)
-    # A bias gradient sums over tokens, each rounded: their number's root is what errors grow by.
+    result = bias_gelu(x, bias)
+    result.backward(upstream)
+    # A bias gradient sums rounded values over tokens, so errors grow with the root of the number of tokens.
     tokens = shape[0] * shape[1]
     close = {
         "rtol": TOLERANCE[dtype],
         "atol": 4 * TOLERANCE[dtype] * max(1.0, (tokens / 21) ** 0.5),
     }
-    torch.testing.assert_close(found.double(), expected, **close)
+    torch.testing.assert_close(result.double(), expected, **close)
     for narrow, reference_ in zip((x, bias), wide, strict=True):
         assert narrow.grad is not None
         torch.testing.assert_close(narrow.grad.double(), reference_.grad, **close)
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
-def test_bias_gelu_equals_megatrons_own_fusion() -> None:
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
+def test_bias_gelu_equals_the_fusion_of_megatron() -> None:
     from megatron.core.fusions.fused_bias_gelu import bias_gelu_impl
 
     torch.manual_seed(0)
     x, bias = torch.randn(6, 2, 8), torch.randn(8)
     both = [[t.clone().requires_grad_() for t in (x, bias)] for _ in range(2)]
-    # Megatron's is compiled as it is loaded; its arithmetic is what is compared.
+    # Megatron compiles its function when it is loaded, but only the arithmetic is compared.
     with torch.compiler.set_stance("force_eager"):
         out = [
             function(*pair)
@@ -54,8 +54,8 @@ def test_bias_gelu_equals_megatrons_own_fusion() -> None:
         ]
         for result in out:
             result.square().sum().backward()
-    for mine, theirs in zip(*both, strict=True):
-        torch.testing.assert_close(mine.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    for mine, reference in zip(*both, strict=True):
+        torch.testing.assert_close(mine.grad, reference.grad, rtol=1e-5, atol=1e-5)
 
 
 def test_bias_gradient_is_summed_in_fp32(device: str) -> None:

@@ -10,7 +10,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
 def linear(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any, *_: Any) -> torch.Tensor:
-    """As Megatron's: a product, then a sum."""
+    """Return product plus bias in two steps, as Megatron computes it."""
     output = torch.matmul(input, weight.t())
     return output if bias is None else output + bias
 
@@ -57,7 +57,7 @@ def test_without_a_bias_nothing_changes() -> None:
     assert torch.equal(FUSED(None, x, weight, None), torch.matmul(x, weight.t()))
 
 
-def test_other_sums_and_later_products_stay_what_they_are() -> None:
+def test_other_additions_and_later_products_are_unchanged() -> None:
     bias, other = torch.ones(2), torch.full((2,), 7.0)
     with BiasInProduct(bias) as mode:
         first = torch.matmul(torch.ones(1, 2), torch.eye(2))
@@ -67,7 +67,7 @@ def test_other_sums_and_later_products_stay_what_they_are() -> None:
     mode.check()
 
 
-def test_layer_that_adds_its_bias_in_another_way_is_refused() -> None:
+def test_layer_with_another_bias_addition_is_refused() -> None:
     def otherwise(ctx: Any, input: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         return torch.matmul(input, weight.t()).sub(-bias)
 

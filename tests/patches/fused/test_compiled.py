@@ -1,4 +1,4 @@
-"""What is compiled on a GPU goes through the compiler here too: one graph each, the same results."""
+"""Functions that are compiled on a GPU are compiled here too: each is a single graph with the same results."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from megatron_patches.fused.norm import layer_norm
 
 
 def inputs(name: str, device: str) -> tuple[object, ...]:
-    """The same numbers on each device."""
+    """Return inputs with the same numbers on each device."""
     torch.manual_seed(0)
-    return tuple(_on(device, each) for each in _inputs(name))
+    return tuple(_on(device, value) for value in _inputs(name))
 
 
-def _on(device: str, each: object) -> object:
-    if not isinstance(each, torch.Tensor):
-        return each
-    return each.detach().to(device).requires_grad_(each.requires_grad)
+def _on(device: str, value: object) -> object:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.detach().to(device).requires_grad_(value.requires_grad)
 
 
 def _inputs(name: str) -> tuple[object, ...]:
@@ -47,17 +47,17 @@ def computed(function: Callable[..., object], name: str, device: str) -> list[to
     return [out] if isinstance(out, torch.Tensor) else tensors[:1]
 
 
-@pytest.mark.slow  # It compiles C++.
-@pytest.mark.filterwarnings("ignore")  # Of the compiler's own.
+@pytest.mark.slow  # The compiler runs a C++ compiler.
+@pytest.mark.filterwarnings("ignore")  # The compiler itself warns.
 @pytest.mark.parametrize(
     "function", [gelu_of_sum, gradients, layer_norm, token_statistics, write_gradient]
 )
-def test_compiled_function_is_one_graph_with_the_same_result(
+def test_compiled_function_is_a_single_graph_with_the_same_result(
     function: Callable[..., object], device: str
 ) -> None:
     name = function.__name__
     compiled = computed(torch.compile(function, fullgraph=True), name, device)
     plain = computed(function, name, device)
     assert len(compiled) == len(plain) > 0
-    for one, other in zip(compiled, plain, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(compiled, plain, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)

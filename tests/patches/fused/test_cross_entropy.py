@@ -37,7 +37,7 @@ def exact(
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize("shape", [(5, 3, 7), (1, 1, 2), (8, 2, 130)])
-def test_losses_and_gradients_equal_float64_whatever_the_chunks(
+def test_losses_and_gradients_equal_float64_for_any_chunk_size(
     dtype: torch.dtype,
     chunk: int,
     shape: tuple[int, int, int],
@@ -58,14 +58,14 @@ def test_losses_and_gradients_equal_float64_whatever_the_chunks(
     torch.testing.assert_close(gradient.double(), expected_gradient, **close)
 
 
-def test_large_logits_overflow_nothing() -> None:
+def test_large_logits_do_not_overflow() -> None:
     logits = torch.tensor([[[60000.0, -60000.0]]], dtype=torch.float16)
     loss, gradient = loss_and_gradient(logits, torch.tensor([[0]]), torch.ones(1, 1))
     assert loss.item() == 0
     assert gradient.flatten().tolist() == [0, 0]
 
 
-def test_the_gradient_takes_the_logits_memory_and_runs_once() -> None:
+def test_gradient_reuses_the_memory_of_logits_and_is_computed_only_once() -> None:
     logits = torch.randn(4, 2, 6)
     held = (logits.requires_grad_() * 1).contiguous()
     held.retain_grad()
@@ -77,7 +77,7 @@ def test_the_gradient_takes_the_logits_memory_and_runs_once() -> None:
         loss.backward()
 
 
-def test_cross_entropy_stores_no_tensor_of_the_logits_size_but_the_logits() -> None:
+def test_cross_entropy_stores_only_the_logits_for_backward() -> None:
     saved: list[torch.Tensor] = []
     logits = torch.randn(4, 2, 6, dtype=torch.bfloat16, requires_grad=True) * 1
 
@@ -97,22 +97,22 @@ def test_loss_over_ranks_with_parts_of_the_vocabulary_equals_the_full_loss(ranks
     logits, upstream = torch.randn(5, 2, 4 * ranks).mul(3), torch.rand(5, 2)
     target = torch.randint(4 * ranks, (5, 2))
     expected_loss, expected_gradient = exact(logits, target, upstream)
-    store, found = dist.HashStore(), {}
+    store, results = dist.HashStore(), {}
 
     def work(rank: int) -> None:
         group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=PATIENCE))
         part = logits[..., 4 * rank : 4 * rank + 4].contiguous()
-        found[rank] = loss_and_gradient(part, target, upstream, group)
+        results[rank] = loss_and_gradient(part, target, upstream, group)
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(2 * PATIENCE)
-    assert sorted(found) == list(range(ranks))
-    for loss, _ in found.values():
+    assert sorted(results) == list(range(ranks))
+    for loss, _ in results.values():
         torch.testing.assert_close(loss.double(), expected_loss, rtol=1e-6, atol=2e-6)
-    gradient = torch.cat([found[rank][1] for rank in range(ranks)], -1)
+    gradient = torch.cat([results[rank][1] for rank in range(ranks)], -1)
     torch.testing.assert_close(gradient.double(), expected_gradient, rtol=1e-6, atol=1e-6)
 
 

@@ -10,7 +10,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 @pytest.mark.parametrize("shape", [(6, 3, 5), (1, 1, 1), (33, 17, 9)])
 @pytest.mark.parametrize("buffer", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_the_product_is_added_to_what_the_buffer_holds(
+def test_product_is_added_to_the_values_in_the_buffer(
     shape: tuple[int, int, int], buffer: torch.dtype, dtype: torch.dtype, device: str
 ) -> None:
     if buffer not in (dtype, torch.float32):
@@ -21,9 +21,9 @@ def test_the_product_is_added_to_what_the_buffer_holds(
     grad_output = torch.randn(tokens, outer, device=device).to(dtype)
     main_grad = torch.randn(outer, inner, device=device).to(buffer)
     expected = main_grad.double() + grad_output.double().t() @ total_input.double()
-    place = main_grad.data_ptr()
+    address = main_grad.data_ptr()
     accumulate(total_input, grad_output, main_grad)
-    assert main_grad.data_ptr() == place
+    assert main_grad.data_ptr() == address
     tolerance = TOLERANCE[buffer] * tokens**0.5
     torch.testing.assert_close(main_grad.double(), expected, rtol=tolerance, atol=tolerance)
 
@@ -34,7 +34,7 @@ def test_the_extension_has_the_names_that_megatron_calls() -> None:
         assert getattr(module, name) is accumulate
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
 def test_a_torch_that_cannot_add_to_fp32_is_refused_before_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -8,18 +8,18 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def fused_updates(shared_runs: SharedRuns) -> dict[str, Figures]:
-    """What each set of patches gives, made beside the other tests."""
-    found: dict[str, Figures] = shared_runs.scenario("fused_updates")
-    for fused, figures in found.items():
+    """Return the figures of each set of patches, computed concurrently with other tests."""
+    figures_by_patches: dict[str, Figures] = shared_runs.scenario("fused_updates")
+    for fused, figures in figures_by_patches.items():
         patched = {name.removeprefix("fused ") for name in figures["applied"] if "fused " in name}
         assert patched == set(filter(None, fused.split(",")))
-    return found
+    return figures_by_patches
 
 
 @pytest.mark.parametrize(
     ("fused", "precision", "tolerance"), [(ALL, "fp32", 3e-6), (SAME_ARITHMETIC, "bf16", 1e-6)]
 )
-def test_three_updates_of_a_gpt_are_those_of_megatron_alone(
+def test_three_updates_with_patches_equal_those_of_unpatched_megatron(
     fused_updates: dict[str, Figures], fused: str, precision: str, tolerance: float
 ) -> None:
     alone, patched = fused_updates[""][precision], fused_updates[fused][precision]
@@ -28,7 +28,7 @@ def test_three_updates_of_a_gpt_are_those_of_megatron_alone(
     assert alone["losses"][2] < alone["losses"][1] < alone["losses"][0]
 
 
-def test_in_bf16_the_other_patches_stay_within_its_rounding(
+def test_other_patches_stay_within_the_rounding_of_bf16(
     fused_updates: dict[str, Figures],
 ) -> None:
     alone, patched = fused_updates[""]["bf16"], fused_updates[ALL]["bf16"]

@@ -1,4 +1,4 @@
-"""200 updates of gpt2-tiny by the unmodified Megatron, on the CPU: the patches beside another seed."""
+"""200 updates of gpt2-tiny on the CPU: the effect of patches compared with that of another seed."""
 
 import os
 import re
@@ -29,9 +29,9 @@ def distances(folder: Path, data: Path, **variables: str) -> dict[str, float]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("extra", "share"), [("", 0.02), ("--bf16", 0.1)])
-def test_patches_move_the_curve_by_a_small_share_of_what_a_seed_does(
+def test_patches_change_the_loss_curve_much_less_than_another_seed(
     extra: str, share: float, tmp_path: Path, sample_prefix: Path
 ) -> None:
-    found = distances(tmp_path / "runs", sample_prefix, EXTRA=extra)
+    distances_by_variable = distances(tmp_path / "runs", sample_prefix, EXTRA=extra)
     # On the CPU no patch draws random numbers, so the dropout masks are those of Megatron alone.
-    assert found["FUSED"] < share * found["SEED"]
+    assert distances_by_variable["FUSED"] < share * distances_by_variable["SEED"]

@@ -19,12 +19,12 @@ def tensors(dtype: torch.dtype, device: str) -> list[torch.Tensor]:
     return [torch.randn(shape, device=device).to(dtype) for shape in shapes]
 
 
-def test_norm_runs_over_the_elements_of_all_tensors(device: str) -> None:
-    found, per_tensor = l2_norm(0, None, [tensors(torch.float32, device)], False)
+def test_norm_includes_the_elements_of_all_tensors(device: str) -> None:
+    norm, per_tensor = l2_norm(0, None, [tensors(torch.float32, device)], False)
     flat = torch.cat([tensor.flatten().double() for tensor in tensors(torch.float32, device)])
     assert per_tensor is None
-    assert (found.shape, found.dtype, found.device.type) == ((1,), torch.float32, device)
-    torch.testing.assert_close(found.double(), flat.norm().view(1), rtol=1e-6, atol=0)
+    assert (norm.shape, norm.dtype, norm.device.type) == ((1,), torch.float32, device)
+    torch.testing.assert_close(norm.double(), flat.norm().view(1), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("factor", [0.5, torch.tensor([0.5])])
@@ -52,16 +52,16 @@ def test_copying_all_tensors_converts_like_copying_each(dtype: torch.dtype, devi
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_16_bit_gradients_become_fp32_and_fp32_gradients_are_returned_themselves(
+def test_16_bit_gradients_are_converted_to_fp32_and_fp32_gradients_are_not_copied(
     dtype: torch.dtype, device: str
 ) -> None:
     wide = torch.randn(2, device=device)
     gradients = [*tensors(dtype, device), wide]
-    found = wide_gradients(gradients)
-    assert found[-1] is wide
-    for one, other in zip(found, gradients, strict=True):
-        assert one.shape == other.shape
-        assert torch.equal(one, other.float())
+    widened = wide_gradients(gradients)
+    assert widened[-1] is wide
+    for actual, original in zip(widened, gradients, strict=True):
+        assert actual.shape == original.shape
+        assert torch.equal(actual, original.float())
 
 
 def optimizer_of(dtype: torch.dtype) -> Any:
@@ -75,23 +75,23 @@ def optimizer_of(dtype: torch.dtype) -> Any:
     )
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
-def test_gradients_reach_the_fp32_parameters_as_megatrons_loop_brings_them() -> None:
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
+def test_fp32_parameters_get_the_same_gradients_as_with_the_loop_of_megatron() -> None:
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params as Upstream
 
-    mine, theirs = optimizer_of(torch.bfloat16), optimizer_of(torch.bfloat16)
-    Upstream._copy_model_grads_to_main_grads(theirs)
-    _copy_gradients_at_once(lambda self: pytest.fail("not the fallback"))(mine)
-    for one, other in zip(
-        mine.fp32_from_float16_groups, theirs.fp32_from_float16_groups, strict=True
+    patched, upstream = optimizer_of(torch.bfloat16), optimizer_of(torch.bfloat16)
+    Upstream._copy_model_grads_to_main_grads(upstream)
+    _copy_gradients_at_once(lambda self: pytest.fail("not the fallback"))(patched)
+    for patched_group, upstream_group in zip(
+        patched.fp32_from_float16_groups, upstream.fp32_from_float16_groups, strict=True
     ):
-        for left, right in zip(one, other, strict=True):
-            assert torch.equal(left.grad, right.grad)
-    assert all(model.grad is None for group in mine.float16_groups for model in group)
-    assert torch.equal(mine.fp32_from_fp32_groups[0][0].grad, torch.ones(2))
+        for actual, expected in zip(patched_group, upstream_group, strict=True):
+            assert torch.equal(actual.grad, expected.grad)
+    assert all(model.grad is None for group in patched.float16_groups for model in group)
+    assert torch.equal(patched.fp32_from_fp32_groups[0][0].grad, torch.ones(2))
 
 
-def test_without_gradient_buffers_megatrons_own_copies() -> None:
+def test_copy_of_megatron_is_used_without_gradient_buffers() -> None:
     optimizer = optimizer_of(torch.bfloat16)
     del optimizer.float16_groups[0][0].main_grad
     asked: list[Any] = []

@@ -3,7 +3,7 @@ import pytest
 from megatron_patches.fusions import NAMES, dropped_flags, parse_fusions
 
 
-def test_names_come_in_one_order_however_they_are_written() -> None:
+def test_patch_names_have_a_fixed_order() -> None:
     assert parse_fusions(" adamw,norm , ,norm") == ("norm", "adamw")
 
 
@@ -21,7 +21,7 @@ def test_two_attention_kernels_exclude_each_other() -> None:
         parse_fusions("attention_cudnn,attention_flash")
 
 
-def test_flags_that_would_switch_a_patch_off_are_dropped_with_it_only() -> None:
+def test_flags_that_disable_a_patch_are_dropped_only_with_this_patch() -> None:
     assert dropped_flags(("gradient_gemm",)) == ("--no-gradient-accumulation-fusion",)
     assert dropped_flags(("norm",)) == ()
 

@@ -32,11 +32,11 @@ def test_forward_and_gradients_equal_torchs_in_float64(
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, **close)
     torch.testing.assert_close(x.grad.double(), wide.grad, **close)  # type: ignore[union-attr]
-    for mine, theirs in zip(result.parameters(), exact.parameters(), strict=True):
-        torch.testing.assert_close(mine.grad.double(), theirs.grad, **close)  # type: ignore[union-attr]
+    for mine, reference in zip(result.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad.double(), reference.grad, **close)  # type: ignore[union-attr]
 
 
-def test_a_recast_norm_keeps_its_parameters_and_their_marks() -> None:
+def test_norm_cast_to_another_dtype_keeps_its_parameters_and_their_attributes() -> None:
     norm = torch.nn.LayerNorm(4)
     norm.weight.sequence_parallel = True  # type: ignore[attr-defined]
     names = list(norm.state_dict())
@@ -46,7 +46,7 @@ def test_a_recast_norm_keeps_its_parameters_and_their_marks() -> None:
     assert result.weight.sequence_parallel  # type: ignore[attr-defined]
 
 
-def test_other_norms_stay_as_they_are() -> None:
+def test_other_norms_are_unchanged() -> None:
     for norm in (
         torch.nn.RMSNorm(4),
         torch.nn.LayerNorm(4, bias=False),

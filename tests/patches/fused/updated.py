@@ -1,4 +1,4 @@
-"""Three updates of a small GPT under Megatron, alone and with sets of patches."""
+"""Three updates of a small GPT with Megatron, without patches and with sets of patches."""
 
 import json
 import os
@@ -16,11 +16,11 @@ SAME_ARITHMETIC = "cross_entropy,adamw,multi_tensor"
 ON_HOST = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 Figures = dict[str, Any]
 PRECISIONS = {"": ("fp32", "bf16"), ALL: ("fp32", "bf16"), SAME_ARITHMETIC: ("bf16",)}
-"""Of the patches, the precisions that one process trains in."""
+"""Precisions in which a process trains, by patches."""
 
 
 def fused_updates(*_: object) -> dict[str, Figures]:
-    """What each set of patches gives, in processes forked from one."""
+    """Return the figures of each set of patches, computed in processes forked from a single process."""
     done = subprocess.run(
         (sys.executable, "-m", "tests.patches.fused.in_megatron", json.dumps(PRECISIONS)),
         cwd=ROOT,
@@ -31,5 +31,5 @@ def fused_updates(*_: object) -> dict[str, Figures]:
         timeout=3 * OF_A_RUN,
     )
     assert done.returncode == 0, done.stderr
-    found: dict[str, Figures] = json.loads(done.stdout.splitlines()[-1])
-    return found
+    figures: dict[str, Figures] = json.loads(done.stdout.splitlines()[-1])
+    return figures

@@ -24,8 +24,8 @@ def train(optimizer: torch.optim.Optimizer, steps: range) -> list[torch.Tensor]:
 def test_counting_by_group_changes_no_update() -> None:
     plain, counted = optimizer_of(), optimizer_of()
     count_steps_by_group(counted)
-    for one, other in zip(train(plain, range(5)), train(counted, range(5)), strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(train(plain, range(5)), train(counted, range(5)), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_the_count_is_in_the_groups_and_only_moments_are_in_the_state() -> None:
@@ -42,8 +42,8 @@ def test_empty_state_of_a_parameter_is_initialised_by_the_first_step() -> None:
     for group in looked_at.param_groups:
         for parameter in group["params"]:
             assert looked_at.state[parameter] == {}
-    for one, other in zip(train(plain, range(2)), train(looked_at, range(2)), strict=True):
-        assert torch.equal(one, other)
+    for actual, expected in zip(train(plain, range(2)), train(looked_at, range(2)), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_adam_resumes_from_a_saved_state_as_without_interruption() -> None:
@@ -60,5 +60,5 @@ def test_adam_resumes_from_a_saved_state_as_without_interruption() -> None:
     ):
         parameter.data.copy_(value)
     second.load_state_dict(saved)
-    for one, other in zip(train(second, range(3, 6)), expected, strict=True):
-        assert torch.equal(one, other)
+    for actual, reference in zip(train(second, range(3, 6)), expected, strict=True):
+        assert torch.equal(actual, reference)

@@ -20,25 +20,27 @@ from megatron_patches.no_te.attention import (
 )
 
 
-def test_a_rank_holds_its_chunk_and_the_mirrored_one() -> None:
+def test_rank_holds_its_chunk_and_the_mirrored_chunk() -> None:
     assert [rank_positions(r, 2, 4).tolist() for r in (0, 1)] == [[0, 1, 6, 7], [2, 3, 4, 5]]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_position_is_held_once(ranks: int) -> None:
+def test_every_position_is_on_exactly_one_rank(ranks: int) -> None:
     held = torch.cat([rank_positions(r, ranks, 16 // ranks) for r in range(ranks)])
     assert sorted(held.tolist()) == list(range(16))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_every_rank_looks_at_equally_many_keys(ranks: int) -> None:
+def test_every_rank_attends_to_the_same_number_of_keys(ranks: int) -> None:
     seen = {int(causal_mask(r, ranks, 16 // ranks).sum()) for r in range(ranks)}
     assert seen == {16 * 17 // 2 // ranks}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("groups", [1, 4])
-def test_split_attention_equals_causal_attention_over_the_whole(ranks: int, groups: int) -> None:
+def test_split_attention_equals_causal_attention_over_the_full_sequence(
+    ranks: int, groups: int
+) -> None:
     torch.manual_seed(0)
     length, batch, heads, width = 16, 2, 4, 8
     query = torch.randn(length, batch, heads, width, dtype=torch.float64)
@@ -60,14 +62,14 @@ def test_split_attention_equals_causal_attention_over_the_whole(ranks: int, grou
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_keys_hidden_by_megatrons_mask_are_hidden_on_every_rank(ranks: int) -> None:
+def test_keys_masked_by_megatron_are_masked_on_every_rank(ranks: int) -> None:
     length, document = 16, torch.tensor([0] * 5 + [1] * 11)
     hidden = torch.ones(length, length).triu(1).bool() | (document[:, None] != document)
     order = torch.cat([rank_positions(r, ranks, length // ranks) for r in range(ranks)])
     for rank in range(ranks):
         mine = rank_positions(rank, ranks, length // ranks)
-        own = hidden[mine][None, None]
-        mask = gathered_mask(own, rank, ranks, length // ranks)
+        rank_mask = hidden[mine][None, None]
+        mask = gathered_mask(rank_mask, rank, ranks, length // ranks)
         assert torch.equal(mask[0, 0], ~hidden[mine][:, order])
         assert gathered_mask(None, rank, ranks, length // ranks) is causal_mask(
             rank, ranks, length // ranks
@@ -77,7 +79,7 @@ def test_keys_hidden_by_megatrons_mask_are_hidden_on_every_rank(ranks: int) -> N
 def attend_explicitly(
     _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor
 ) -> torch.Tensor:
-    """Attention as Megatron computes it: scores, softmax and the product with the values."""
+    """Return attention as Megatron computes it: scores, softmax and the product with the values."""
     scores = torch.einsum("sbhd,tbhd->bhst", query, key) / math.sqrt(query.size(-1))
     probabilities = scores.masked_fill(hidden, -10000.0).softmax(-1)
     return torch.einsum("bhst,tbhd->sbhd", probabilities, value).flatten(2)
@@ -98,7 +100,7 @@ def set_context_group(monkeypatch: pytest.MonkeyPatch, rank: int, ranks: int) ->
 def query_gradient(
     forward: Callable[..., torch.Tensor], inputs: list[torch.Tensor], dtype: torch.dtype
 ) -> torch.Tensor:
-    """The gradient of the queries, for inputs [query, key, value, upstream gradient]."""
+    """Return the gradient of the queries for inputs [query, key, value, upstream gradient]."""
     query, key, value, upstream = (tensor.to(dtype) for tensor in inputs)
     query.requires_grad_()
     forward(None, query, key, value).backward(upstream)  # type: ignore[no-untyped-call]
@@ -106,7 +108,7 @@ def query_gradient(
     return query.grad
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_context_parallelism_on_cpus_rounds_query_gradients_as_the_reference_does(
     ranks: int, monkeypatch: pytest.MonkeyPatch
@@ -132,7 +134,7 @@ def test_context_parallelism_on_cpus_rounds_query_gradients_as_the_reference_doe
     squares = 0.0
     for rank in range(ranks):
         set_context_group(monkeypatch, rank, ranks)
-        own = rank_positions(rank, ranks, length // ranks)
+        positions = rank_positions(rank, ranks, length // ranks)
 
         def attend_to_gathered(
             _: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -145,32 +147,32 @@ def test_context_parallelism_on_cpus_rounds_query_gradients_as_the_reference_doe
             )
             return _attend_gathered(module, attend_explicitly, query, key, value, None)
 
-        inputs = [query[own] * 0.01, key[order], value[order], upstream[own]]
+        inputs = [query[positions] * 0.01, key[order], value[order], upstream[positions]]
         gradient = query_gradient(attend_to_gathered, inputs, torch.float32)
-        squares += float((gradient - exact[own]).square().sum())
+        squares += float((gradient - exact[positions]).square().sum())
     assert math.sqrt(squares) < 1.5 * rounding_of_reference
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
-def test_context_parallelism_on_cpus_gives_megatrons_attention_keys_in_order_and_its_mask(
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
+def test_attention_of_megatron_gets_ordered_keys_and_its_mask_under_context_parallelism_on_cpus(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    given: list[torch.Tensor] = []
+    passed: list[torch.Tensor] = []
 
     def note(_: Any, query: torch.Tensor, *tensors: torch.Tensor) -> torch.Tensor:
-        given.extend(tensors)
+        passed.extend(tensors)
         return query
 
     positions = gathered_positions(2, 4).float().view(8, 1, 1, 1)
     set_context_group(monkeypatch, 1, 2)
     _attend_gathered(None, note, positions[:4], positions, positions, None)
-    key, value, hidden = given
+    key, value, hidden = passed
     assert key.flatten().tolist() == value.flatten().tolist() == list(range(8))
     # Rank 1 of 2 has the tokens 2 to 5.
     assert (~hidden[0, 0]).sum(1).tolist() == [3, 4, 5, 6]
     megatrons = torch.ones(1, 1, 4, 8, dtype=torch.bool)
     _attend_gathered(None, note, positions[:4], positions, positions, megatrons)
-    assert given[-1] is megatrons
+    assert passed[-1] is megatrons
 
 
 def test_attention_without_a_mask_is_causal() -> None:
@@ -181,7 +183,7 @@ def test_attention_without_a_mask_is_causal() -> None:
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5])
-def test_dropout_drops_its_share_of_the_weights_and_keeps_their_mean(p: float) -> None:
+def test_dropout_drops_its_fraction_of_weights_and_keeps_their_mean(p: float) -> None:
     torch.manual_seed(0)
     length, width = 64, 8
     # Equal scores, and a value that tells its position: each weight of the last query can be read.
@@ -194,7 +196,7 @@ def test_dropout_drops_its_share_of_the_weights_and_keeps_their_mean(p: float) -
     torch.testing.assert_close(kept, torch.full_like(kept, 1 / (length * (1 - p))))
 
 
-@pytest.mark.filterwarnings("ignore")  # Megatron tells of what is not installed.
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
 @pytest.mark.parametrize(
     ("mask", "window", "offset", "plain"),
     [
@@ -223,7 +225,7 @@ def test_bias_and_packed_sequences_are_detected() -> None:
 
 
 @pytest.mark.parametrize("argument", ["attention_bias", "packed_seq_params"])
-def test_over_a_split_sequence_a_bias_or_packed_sequences_are_refused_and_not_ignored(
+def test_bias_and_packed_sequences_are_refused_under_context_parallelism(
     argument: str,
 ) -> None:
     from megatron.core.transformer.enums import AttnMaskType
@@ -254,7 +256,7 @@ def test_keys_and_values_are_repeated_per_head_if_a_mask_is_given(
     assert asked == [False, True]
 
 
-def test_attention_that_ends_at_documents_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_within_documents_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.training import global_vars
 

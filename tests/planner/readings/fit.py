@@ -1,9 +1,9 @@
-"""The constants of each generation, fitted to readings; and the errors of readings left out of the fit.
+"""Fit of each generation's constants to published measurements, and errors of measurements left out of the fit.
 
-`Constants` (`src/parakit/planner/time/constants.py`) has a dozen a generation, each within physical bounds. All
-readings of a generation are fitted together, a source's weight growing with the root of its readings, by
-damped Gauss-Newton steps on the logarithms of predicted over published times, large errors counted
-less (Huber). What is reported for a source is predicted with constants fitted without it.
+`Constants` (`src/parakit/planner/time/constants.py`) has a dozen values per generation, each within physical bounds.
+All measurements of a generation are fitted together by damped Gauss-Newton steps on the logarithms of predicted over
+published times. The weight of a source grows with the root of its number of measurements, and large errors count
+less (Huber). Errors that are reported for a source use constants fitted without it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ BOUNDS: Mapping[str, tuple[float, float]] = read_yaml(CONSTANTS_FILE)["bounds"]
 measured in public."""
 
 FITTED = ("ampere", "hopper", "blackwell")
-"""Generations with readings enough; the others borrow."""
+"""Generations with enough measurements. Other generations use constants of these."""
 
 _METRICS = ("step_time_s", "tokens_per_s_per_gpu", "mfu_percent", "matmul_tflops")
 _NOT_FITTED = ("NVIDIA/Megatron-LM golden values", "VIA-Research/vTrain single-node")
@@ -47,32 +47,32 @@ _OWN_WEIGHT = 4
 _STEPS, _STEPS_FROM_NEAR = 6, 2
 _HUBER = 0.15
 _PRIOR = 0.5
-"""How strongly a constant is held at its start, in errors a unit of its logarithm."""
+"""Strength of the pull of a constant towards its start, in errors per unit of its logarithm."""
 
 
 @dataclass(frozen=True)
 class Fit:
-    """What was fitted, and to what."""
+    """Fitted constants, and the number of measurements per source that they were fitted to."""
 
     generation: str
     constants: Constants
     sources: Mapping[str, int]
-    """Readings of each source that made it."""
+    """Number of measurements per source that the constants were fitted to."""
 
 
 def all_fitted() -> list[MeasuredRun]:
-    """The named part of the readings, and the published runs that the kit reproduces."""
+    """Return the published measurements that constants are fitted to, and the runs that the kit reproduces."""
     readings, _ = read_measurements()
     return [*fitted_readings(readings), *kit_runs(), *paper_runs()]
 
 
 def fitted_readings(readings: Iterable[PublishedMeasurement]) -> list[MeasuredRun]:
-    """The named part of the readings that constants are fitted to.
+    """Return the published measurements that constants are fitted to.
 
     Times of training, in bits that the formulas know, on devices of a fitted generation; the third that
     is kept back is no part of it.
     """
-    found = []
+    measured_runs = []
     for measurement in readings:
         named = measurement.metric in _METRICS and measurement.source not in _NOT_FITTED
         if measurement.is_held_out or not named:
@@ -85,9 +85,9 @@ def fitted_readings(readings: Iterable[PublishedMeasurement]) -> list[MeasuredRu
             measured_run.cluster.device.generation in FITTED
             and not measured_run.cluster.execution.frozen
         ):
-            # What a row leaves out was 1 when the constants were fitted.
-            found.append(replace(measured_run, unstated=()))
-    return found
+            # Settings that a row does not state were taken as 1 when the constants were fitted.
+            measured_runs.append(replace(measured_run, unstated=()))
+    return measured_runs
 
 
 def fit(
@@ -96,7 +96,7 @@ def fit(
     without: str | None = None,
     first: Constants | None = None,
 ) -> Fit | None:
-    """Constants of a generation; None where no reading is left.
+    """Return the fitted constants of a generation, or None if it has no measurements.
 
     Args:
         readings: Of all generations.
@@ -104,49 +104,49 @@ def fit(
         without: A source that is left out, by its `origin`.
         first: Where the search begins; it ends where it would from anywhere else, sooner.
     """
-    own = [
+    of_generation = [
         item
         for item in readings
         if item.cluster.device.generation == generation
         and origin_of_source(item.measurement.source) != without
     ]
-    if not own:
+    if not of_generation:
         return None
-    names = [origin_of_source(item.measurement.source) for item in own]
+    names = [origin_of_source(item.measurement.source) for item in of_generation]
     sources = Counter(names)
     weights = np.array([_weight(name, sources) for name in names])
     start = start_of(generation)
     free = tuple(name for name in CONSTANT_NAMES if getattr(start, name) > 0)
-    values = _minimised(lambda c: _errors(own, c), weights, start, free, first)
+    values = _minimised(lambda c: _errors(of_generation, c), weights, start, free, first)
     return Fit(generation, values, dict(sources))
 
 
 def start_of(generation: str) -> Constants:
-    """What is published of a generation's kernels and links: where a fit starts."""
+    """Return the constants that a fit starts from: published figures of kernels and links."""
     return Constants(
         **{n: float(x) for n, x in read_yaml(CONSTANTS_FILE)["start"][generation].items()}
     )
 
 
 def _weight(source: str, sources: Mapping[str, int]) -> float:
-    """Of a reading; the runs that the kit itself reproduces count more."""
+    """Return the weight of a measurement. Runs that the kit reproduces weigh more."""
     return (_OWN_WEIGHT if source == KIT else 1) * float(sources[source] ** -0.5)
 
 
 def _errors(readings: Sequence[MeasuredRun], constants: Constants) -> NDArray[np.float64]:
-    """Logarithms of predicted over published times; 0 for what cannot be predicted."""
+    """Return the logarithms of predicted over published times; 0 for runs that cannot be predicted."""
     made: dict[int, Cluster] = {}
-    found = []
+    logarithms = []
     for item in readings:
         if id(item.cluster) not in made:
             made[id(item.cluster)] = replace_constants(item.cluster, constants)
         try:
-            found.append(
+            logarithms.append(
                 log(1 + compute_residual(replace(item, cluster=made[id(item.cluster)])).error)
             )
         except (UnevenSplitError, NoPeakError):
-            found.append(0.0)
-    return np.array(found)
+            logarithms.append(0.0)
+    return np.array(logarithms)
 
 
 def _minimised(
@@ -156,7 +156,7 @@ def _minimised(
     free: Sequence[str],
     first: Constants | None,
 ) -> Constants:
-    """Damped Gauss-Newton on logarithms of the constants, clipped to their bounds."""
+    """Return constants fitted by damped Gauss-Newton steps on their logarithms, clipped to their bounds."""
     low, high = (np.log([max(BOUNDS[name][end], 1e-9) for name in free]) for end in (0, 1))
     start_logs = np.clip(np.log([getattr(start, name) for name in free]), low, high)
 
@@ -164,25 +164,28 @@ def _minimised(
         changed = dict(zip(free, np.exp(logs).tolist(), strict=True))
         return replace(start, **changed)
 
-    def loss(found: NDArray[np.float64], logs: NDArray[np.float64]) -> float:
-        size = np.abs(found)
-        huber = np.where(size < _HUBER, found**2 / 2, _HUBER * (size - _HUBER / 2))
+    def loss(errors_there: NDArray[np.float64], logs: NDArray[np.float64]) -> float:
+        size = np.abs(errors_there)
+        huber = np.where(size < _HUBER, errors_there**2 / 2, _HUBER * (size - _HUBER / 2))
         return float(weights @ huber + _PRIOR**2 * np.sum((logs - start_logs) ** 2) / 2)
 
     logs, damping = start_logs, 1e-3
     if first is not None:
         logs = np.clip(np.log([getattr(first, name) for name in free]), low, high)
-    found = errors(constants(logs))
-    best = loss(found, logs)
+    current = errors(constants(logs))
+    best = loss(current, logs)
     for _ in range(_STEPS if first is None else _STEPS_FROM_NEAR):
         step = 0.02
         slopes = np.stack(
-            [(errors(constants(logs + step * unit)) - found) / step for unit in np.eye(len(free))],
+            [
+                (errors(constants(logs + step * unit)) - current) / step
+                for unit in np.eye(len(free))
+            ],
             axis=1,
         )
-        robust = weights * np.minimum(1, _HUBER / np.maximum(np.abs(found), 1e-9))
+        robust = weights * np.minimum(1, _HUBER / np.maximum(np.abs(current), 1e-9))
         square = slopes.T @ (robust[:, None] * slopes) + _PRIOR**2 * np.eye(len(free))
-        down = slopes.T @ (robust * found) + _PRIOR**2 * (logs - start_logs)
+        down = slopes.T @ (robust * current) + _PRIOR**2 * (logs - start_logs)
         before = best
         for _ in range(5):
             move = np.linalg.solve(square + damping * np.diag(np.diag(square)), -down)
@@ -190,7 +193,7 @@ def _minimised(
             errors_there = errors(constants(tried))
             there = loss(errors_there, tried)
             if there < best:
-                logs, found, best, damping = tried, errors_there, there, damping / 5
+                logs, current, best, damping = tried, errors_there, there, damping / 5
                 break
             damping *= 10
         if before - best < 1e-4 * before:
@@ -199,21 +202,21 @@ def _minimised(
 
 
 def refit(path: Path = CONSTANTS_FILE) -> None:
-    """Fit every generation, with all sources and with each left out, and write `constants.yaml`."""
+    """Fit every generation with all sources and without each of them, and write `constants.yaml`."""
     readings = all_fitted()
     data = dict(read_yaml(path))
     data["readings"], data["left_out"] = {}, {}
     for generation in FITTED:
-        found = fit(readings, generation)
-        assert found is not None
-        data["generations"][generation] = _rounded(found.constants)
-        data["readings"][generation] = dict(sorted(found.sources.items()))
-        others: dict[str, Any] = {}
-        for source in found.sources:
-            other = fit(readings, generation, source, found.constants)
+        fitted = fit(readings, generation)
+        assert fitted is not None
+        data["generations"][generation] = _rounded(fitted.constants)
+        data["readings"][generation] = dict(sorted(fitted.sources.items()))
+        left_out: dict[str, Any] = {}
+        for source in fitted.sources:
+            other = fit(readings, generation, source, fitted.constants)
             if other is not None:
-                others[source] = _rounded(other.constants)
-        data["left_out"][generation] = others
+                left_out[source] = _rounded(other.constants)
+        data["left_out"][generation] = left_out
     ordered = {name: data[name] for name in _PARTS}
     text = yaml.safe_dump(ordered, sort_keys=False, default_flow_style=None, width=110)
     write_atomically(path, _HEAD + text)

@@ -1,7 +1,7 @@
-"""What one's own runs would do for the published measurements:
+"""Estimate how much own runs would improve predictions of the published measurements:
 `python -m tests.planner.readings.local_on_public`.
 
-Of each source and device ten readings, taken at random, are one's own for each of the others.
+Per source and device, ten random measurements act as own runs for each of the remaining ones.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ TIMED = ("step_time_s", "tokens_per_s_per_gpu")
 LEAST, TRIED = 12, 100
 
 
-def corrected_error(item: Residual, others: list[Residual], count: int) -> float:
-    """The error that is left of a reading once so many others correct it."""
-    chosen = random.Random(item.measurement.line).sample(others, count)
-    own = OwnRuns(tuple(chosen))
-    return exp(log(1 + item.error) - own.bias(item.measured_run.spec)) - 1
+def corrected_error(item: Residual, same_source: list[Residual], count: int) -> float:
+    """Return the error of a measurement after `count` others of its source have corrected it."""
+    chosen = random.Random(item.measurement.line).sample(same_source, count)
+    corrections = OwnRuns(tuple(chosen))
+    return exp(log(1 + item.error) - corrections.bias(item.measured_run.spec)) - 1
 
 
 def main(count: int = 10) -> None:
-    """Print a line for each source and device."""
+    """Print a line per source and device."""
     readings, unreadable = read_measurements()
     groups: dict[tuple[str, str], list[Residual]] = defaultdict(list)
     for item in compute_residuals(readings, unreadable).predicted:

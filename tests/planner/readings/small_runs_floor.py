@@ -1,9 +1,8 @@
-"""How good a choice among vTrain's small runs any smooth law of a layer can make.
+"""Estimate how good a choice among vTrain's small runs can be for any smooth law of a layer's time.
 
-`python -m tests.planner.readings.small_runs_floor`: the 900 times are sums of 32 layers' times (one a
-width, TP and micro batch). A law of the host's time and of a device's time that grows with the micro
-batch is fitted to these 32 themselves, and strategies are chosen by what it gives; every other part of a
-time stays as it was published.
+`python -m tests.planner.readings.small_runs_floor`: the 900 times are sums of the times of 32 layers (one per width,
+TP and micro batch). A law with a host time, and a device time that grows with the micro batch, is fitted to these 32
+times, and strategies are chosen by its result. All other parts of a time stay as published.
 """
 
 from __future__ import annotations
@@ -41,46 +40,51 @@ def main() -> None:
 
 
 def layer_seconds(readings: list[PublishedMeasurement]) -> dict[Layer, float]:
-    """From runs that differ in layers alone: 1F1B passes n + p - 1 times through L / p layers."""
+    """Return seconds per layer from runs that differ only in layers.
+
+    1F1B passes n + p - 1 times through L / p layers.
+    """
     times: dict[tuple[int, ...], dict[int, float]] = defaultdict(dict)
     for measurement in readings:
         assert measurement.hidden
         assert measurement.layers
         times[measurement.hidden, *_split(measurement)][measurement.layers] = measurement.value
-    found = defaultdict(list)
+    estimates = defaultdict(list)
     for (hidden, tensor, pipeline, data, micro, samples), by_layers in times.items():
         depths = sorted(by_layers)
         passes = samples // data // micro + pipeline - 1
         for few, many in pairwise(depths):
-            each = (by_layers[many] - by_layers[few]) / ((many - few) / pipeline * passes)
-            found[hidden, tensor, micro].append(each)
-    return {layer: median(each) for layer, each in sorted(found.items())}
+            seconds = (by_layers[many] - by_layers[few]) / ((many - few) / pipeline * passes)
+            estimates[hidden, tensor, micro].append(seconds)
+    return {layer: median(values) for layer, values in sorted(estimates.items())}
 
 
 def fitted(
     layers: dict[Layer, float], law: Callable[[Floats, Layer], float], parameters: int
 ) -> dict[Layer, float]:
-    """The law's times with parameters that make the squared logarithms of its errors least."""
+    """Return the times of a law whose parameters minimise the squared logarithms of its errors."""
     wanted = np.log(list(layers.values()))
 
     def errors(logs: Floats) -> Floats:
         return np.log([law(np.exp(logs), layer) for layer in layers]) - wanted
 
     logs, damping = np.full(parameters, np.log(1e-3)), 1e-2
-    found = errors(logs)
+    current = errors(logs)
     for _ in range(300):
-        slopes = np.stack([(errors(logs + 1e-4 * u) - found) / 1e-4 for u in np.eye(parameters)], 1)
+        slopes = np.stack(
+            [(errors(logs + 1e-4 * u) - current) / 1e-4 for u in np.eye(parameters)], 1
+        )
         square = slopes.T @ slopes + damping * np.eye(parameters)
-        tried = logs - np.linalg.solve(square, slopes.T @ found)
+        tried = logs - np.linalg.solve(square, slopes.T @ current)
         there = errors(tried)
-        better = there @ there < found @ found
-        logs, found = (tried, there) if better else (logs, found)
+        better = there @ there < current @ current
+        logs, current = (tried, there) if better else (logs, current)
         damping *= 1 / 3 if better else 4
     return {layer: law(np.exp(logs), layer) for layer in layers}
 
 
 def _by_tensor(values: Floats, layer: Layer) -> float:
-    """Four hosts' times, four of a device without work, eight for a sample."""
+    """Return seconds of a layer from four host times, four idle device times and eight times per sample."""
     hidden, tensor, micro = layer
     at = _TENSOR.index(tensor)
     device = values[4 + at] + values[8 + 4 * (hidden > 1024) + at] * micro
@@ -88,20 +92,23 @@ def _by_tensor(values: Floats, layer: Layer) -> float:
 
 
 def _by_steps(values: Floats, layer: Layer) -> float:
-    """Host and device have a time and one a step of TP; a sample's shrinks with TP to what does not."""
+    """Return seconds of a layer: host and device have a fixed time and a time per doubling of TP.
+
+    The time per sample shrinks with TP to a constant.
+    """
     hidden, tensor, micro = layer
     steps = _TENSOR.index(tensor)
     sample = values[4 + (hidden > 1024)] * (1 / tensor + 1e3 * values[6] * (tensor > 1))
     return _larger(values[0] + values[1] * steps, values[2] + values[3] * steps + sample * micro)
 
 
-def _larger(one: float, other: float) -> float:
-    return float((one**_SMOOTH + other**_SMOOTH) ** (1 / _SMOOTH))
+def _larger(first: float, second: float) -> float:
+    return float((first**_SMOOTH + second**_SMOOTH) ** (1 / _SMOOTH))
 
 
 def _split(measurement: PublishedMeasurement) -> tuple[int, int, int, int, int]:
-    found = (measurement.tp, measurement.pp, measurement.dp, measurement.mbs, measurement.gbs)
-    tensor, pipeline, data, micro, samples = (value or 1 for value in found)
+    degrees = (measurement.tp, measurement.pp, measurement.dp, measurement.mbs, measurement.gbs)
+    tensor, pipeline, data, micro, samples = (value or 1 for value in degrees)
     return tensor, pipeline, data, micro, samples
 
 

@@ -16,7 +16,7 @@ def leaves(data: Any, where: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
 
 
 @pytest.mark.slow
-def test_the_shipped_constants_are_what_the_fit_gives(tmp_path: Path) -> None:
+def test_shipped_constants_equal_the_result_of_the_fit(tmp_path: Path) -> None:
     again = tmp_path / "constants.yaml"
     shutil.copy(CONSTANTS_FILE, again)
     refit(again)

@@ -50,14 +50,14 @@ def spec(strategy: str, devices: int = 2, micro: int = 4) -> RunSpec:
 
 
 def measured(strategy: str, factor: float, devices: int = 2, micro: int = 4) -> MeasurementRow:
-    """A run that took so many times as long as predicted."""
+    """Return the row of a run that took `factor` times as long as predicted."""
     trained = spec(strategy, devices, micro)
     argv = (*MODEL.flags, *flags_from_spec(trained))
     seconds = factor * iteration_seconds(trained, on(devices)).total
     return build_measurement_row(trained, argv, H200, f"run-{strategy}", seconds)
 
 
-def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -> None:
+def test_row_of_local_file_parses_back_to_the_same_run(tmp_path: Path) -> None:
     path = tmp_path / "folder" / "mine.csv"
     wanted = ["tp2dp2-zero1", "sp2pp2", "dp4", "vpp2x2dp2"]
     add_rows(path, [measured(name, 1.0, 4) for name in wanted])
@@ -69,11 +69,17 @@ def test_a_row_is_the_run_again_whatever_its_columns_leave_out(tmp_path: Path) -
     assert next((r.tp, r.pp, r.dp, r.mbs, r.gbs) for r in readings) == (2, 1, 2, 4, 64)
 
 
-def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> None:
+def test_rows_with_and_without_patches_stay_separate(tmp_path: Path) -> None:
     path, plain = tmp_path / "mine.csv", spec("dp2")
     patched = replace(plain, fused=("adamw", "norm"))
     argv = (*MODEL.flags, *flags_from_spec(plain))
-    add_rows(path, [build_measurement_row(one, argv, H200, "r", 1.0) for one in (plain, patched)])
+    add_rows(
+        path,
+        [
+            build_measurement_row(spec_of_run, argv, H200, "r", 1.0)
+            for spec_of_run in (plain, patched)
+        ],
+    )
     assert [
         convert_measurement(measurement).spec for measurement in read_measurements(path)[0]
     ] == [
@@ -82,7 +88,7 @@ def test_a_row_keeps_the_patches_of_a_run_beside_one_without(tmp_path: Path) -> 
     ]
 
 
-def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
+def test_run_that_its_flags_do_not_reproduce_is_not_recorded() -> None:
     trained = replace(spec("dp2"), dropout=0.5)
     argv = (*MODEL.flags, *flags_from_spec(trained))
     build_measurement_row(trained, argv, H200, "r", 1.0)
@@ -91,7 +97,7 @@ def test_a_run_that_its_flags_do_not_give_again_is_no_reading() -> None:
         build_measurement_row(odd, argv, H200, "r", 1.0)
 
 
-def test_a_row_keeps_how_many_tokens_reach_the_experts() -> None:
+def test_row_records_the_expert_load() -> None:
     routed = "--moe-router-num-groups 4 --moe-router-group-topk 2 --moe-expert-capacity-factor 1.5"
     model = load_model("mixtral-8x7b")
     argv = (*model.flags, *routed.split(), "--moe-pad-expert-input-to-capacity", "--bf16")
@@ -101,7 +107,7 @@ def test_a_row_keeps_how_many_tokens_reach_the_experts() -> None:
     assert again.expert_load == trained.expert_load == ExpertLoad(1.0, 1.5, True, 4, 2)
 
 
-def test_a_configuration_measured_again_replaces_its_row_and_others_stay(tmp_path: Path) -> None:
+def test_new_measurement_of_a_configuration_replaces_only_its_row(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     assert add_rows(path, [measured("dp2", 1.0), measured("tp2", 1.0)]) == 2
     with path.open("a") as file:
@@ -117,7 +123,7 @@ def test_a_configuration_measured_again_replaces_its_row_and_others_stay(tmp_pat
     )
 
 
-def test_two_reports_at_once_lose_no_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_reports_keep_all_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("parakit.planner.readings.local_readings._LOCK_SECONDS", PATIENCE)
     path = tmp_path / "mine.csv"
     with ThreadPoolExecutor(8) as pool:
@@ -130,31 +136,31 @@ def known(path: Path, *rows: MeasurementRow) -> OwnRuns:
     return load_own_runs(path, on(2))
 
 
-def test_ones_own_error_is_known_where_it_was_measured_and_most_of_it_far_away(
+def test_own_run_corrects_its_configuration_fully_and_distant_ones_mostly(
     tmp_path: Path,
 ) -> None:
-    own = known(tmp_path / "mine.csv", measured("tp2", 1.5))
-    assert own.bias(spec("tp2")) == pytest.approx(-log(1.5), rel=0.03)
+    own_runs = known(tmp_path / "mine.csv", measured("tp2", 1.5))
+    assert own_runs.bias(spec("tp2")) == pytest.approx(-log(1.5), rel=0.03)
     far = replace(spec("dp2"), shape=replace(spec("dp2").shape, seq_length=1 << 20))
-    assert own.bias(far) == pytest.approx(-log(1.5) * 0.09 / 0.115, rel=0.02)
+    assert own_runs.bias(far) == pytest.approx(-log(1.5) * 0.09 / 0.115, rel=0.02)
     assert OwnRuns().bias(far) == 0
 
 
-def test_readings_of_another_device_say_nothing(tmp_path: Path) -> None:
+def test_own_runs_on_another_device_correct_nothing(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     add_rows(path, [measured("tp2", 1.5) | {"gpu": "h100"}])
     assert load_own_runs(path, on(2)) == OwnRuns()
     assert load_own_runs(tmp_path / "none.csv", on(2)) == OwnRuns()
 
 
-def test_a_plan_takes_the_layout_that_ones_own_runs_found_faster(tmp_path: Path) -> None:
+def test_plan_chooses_the_strategy_that_own_runs_measured_as_fastest(tmp_path: Path) -> None:
     request = Request(MODEL, on(2), 64, spec("dp2"))
     before = search_configurations(request)
     assert before.winner is not None
     assert before.winner.strategy == "dp2-zero1"
     slower = [measured(name, 2.0) for name in ("dp2", "dp2-zero1", "dp2-zero2", "dp2-zero3")]
-    own = known(tmp_path / "mine.csv", *slower, measured("tp2", 1.0), measured("pp2", 1.0))
-    after = search_configurations(replace(request, own_runs=own))
+    own_runs = known(tmp_path / "mine.csv", *slower, measured("tp2", 1.0), measured("pp2", 1.0))
+    after = search_configurations(replace(request, own_runs=own_runs))
     assert after.winner is not None
     assert "dp2" not in after.winner.strategy
     assert evaluate_configuration(after.request, after.winner.spec) == after.winner
@@ -163,28 +169,28 @@ def test_a_plan_takes_the_layout_that_ones_own_runs_found_faster(tmp_path: Path)
     assert after.winner.tokens_per_second == pytest.approx(plain.tokens_per_second / ratio)
 
 
-def test_an_interval_is_what_is_left_of_ones_own_runs_when_the_others_correct_them(
+def test_interval_is_the_remaining_error_of_own_runs_corrected_by_each_other(
     tmp_path: Path,
 ) -> None:
     rows = [measured(name, 1.5) for name in ("dp2", "tp2", "sp2", "pp2")]
-    own = known(tmp_path / "mine.csv", *rows)
-    found = estimate_uncertainty(spec("cp2"), on(2), own)
-    assert max(map(abs, found.own_errors)) < 0.05
-    own_interval = found.interval()
+    own_runs = known(tmp_path / "mine.csv", *rows)
+    uncertainty = estimate_uncertainty(spec("cp2"), on(2), own_runs)
+    assert max(map(abs, uncertainty.own_errors)) < 0.05
+    own_interval = uncertainty.interval()
     assert own_interval is not None
-    assert own_interval[0] == found.seconds / (1 + max(found.own_errors))
+    assert own_interval[0] == uncertainty.seconds / (1 + max(uncertainty.own_errors))
     truth = 1.5 * iteration_seconds(spec("cp2"), on(2)).total
-    assert found.seconds == pytest.approx(truth, rel=0.05)
-    assert "Corrected by 4 runs of your own on H200 SXM 141 GB" in str(found)
-    assert "too fast" in str(found)
+    assert uncertainty.seconds == pytest.approx(truth, rel=0.05)
+    assert "Corrected by 4 runs of your own on H200 SXM 141 GB" in str(uncertainty)
+    assert "too fast" in str(uncertainty)
 
 
-def test_a_run_is_no_witness_of_its_own_prediction(tmp_path: Path) -> None:
-    own = known(tmp_path / "mine.csv", measured("dp2", 1.5))
-    assert own.without(replace(spec("dp2"), seed=7)) == OwnRuns()
+def test_prediction_of_a_run_is_not_corrected_by_the_run_itself(tmp_path: Path) -> None:
+    own_runs = known(tmp_path / "mine.csv", measured("dp2", 1.5))
+    assert own_runs.without(replace(spec("dp2"), seed=7)) == OwnRuns()
 
 
-def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
+def test_time_without_near_measurements_has_no_interval() -> None:
     link = link_by_key(H200.link)
     unknown = estimate_uncertainty(
         spec("dp2"), Cluster(device_by_key("rtx6000ada"), 2, 2, link, link), OwnRuns()
@@ -193,9 +199,9 @@ def test_where_nothing_near_was_measured_a_time_has_no_interval() -> None:
     assert "No published measurement on RTX 6000 Ada 48 GB is near this" in str(unknown)
 
 
-def test_the_published_runs_of_the_kit_are_near_what_they_trained() -> None:
-    found = estimate_uncertainty(spec("dp2", micro=32), on(2), OwnRuns())
-    assert "The nearest measurements are 0.77B on 2 H200: 0.4372 s (predicted" in str(found)
+def test_published_runs_of_the_kit_are_the_nearest_measurements_of_their_model() -> None:
+    uncertainty = estimate_uncertainty(spec("dp2", micro=32), on(2), OwnRuns())
+    assert "The nearest measurements are 0.77B on 2 H200: 0.4372 s (predicted" in str(uncertainty)
 
 
 def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
@@ -205,7 +211,7 @@ def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
         load_own_runs(path, on(2))
 
 
-def test_a_file_that_is_something_else_is_left_as_it_is(tmp_path: Path) -> None:
+def test_file_of_another_kind_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "notes.csv"
     path.write_text("name,grade\nAda,1\n")
     with pytest.raises(
@@ -215,7 +221,7 @@ def test_a_file_that_is_something_else_is_left_as_it_is(tmp_path: Path) -> None:
     assert path.read_text() == "name,grade\nAda,1\n"
 
 
-def test_a_row_of_before_flags_had_a_column_is_refused_and_new_ones_stand_beside_it(
+def test_old_row_without_flags_column_is_refused_and_new_rows_are_appended(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "mine.csv"
@@ -238,7 +244,7 @@ def test_a_row_of_before_flags_had_a_column_is_refused_and_new_ones_stand_beside
     ]
 
 
-def test_ones_own_columns_stay(tmp_path: Path) -> None:
+def test_additional_columns_of_the_user_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
     add_rows(path, [measured("dp2", 1.0)])
     header, row = path.read_text().splitlines()
@@ -257,5 +263,5 @@ def test_ones_own_columns_stay(tmp_path: Path) -> None:
         {"flags": "", "notes": f"flags: {measured('dp2', 1.0)['flags']}"},
     ],
 )
-def test_a_row_that_cannot_be_corrects_nothing(tmp_path: Path, wrong: MeasurementRow) -> None:
+def test_impossible_row_corrects_nothing(tmp_path: Path, wrong: MeasurementRow) -> None:
     assert known(tmp_path / "mine.csv", measured("dp2", 1.0) | wrong) == OwnRuns()

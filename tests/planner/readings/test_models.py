@@ -65,6 +65,10 @@ def test_refused_and_unknown_names_are_refused_with_the_way_out() -> None:
         UnknownModelError, match=r"no model .deepseekv3.; did you mean deepseek-v3\?"
     ):
         find_planned_model("deepseekv3")
+    with pytest.raises(
+        UnknownModelError, match=r"no model 'deepseek'; did you mean deepseek-v[23]"
+    ):
+        find_planned_model("deepseek")
     with pytest.raises(UnknownModelError, match="no model 'gpt2-lrge'; did you mean gpt2-large"):
         find_planned_model("gpt2-lrge")
 

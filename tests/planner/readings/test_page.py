@@ -9,10 +9,10 @@ from parakit.planner.readings.summary import collect_errors, evaluate_choices, g
 from parakit.planner.readings.table import read_measurements
 
 
-def test_the_page_holds_every_point_and_asks_no_network(tmp_path: Path) -> None:
+def test_page_contains_every_measurement_and_loads_nothing_from_the_network(tmp_path: Path) -> None:
     readings, unreadable = read_measurements()
-    found = compute_residuals(readings[::40], unreadable)
-    page, picture = write_page(found, collect_errors(found), tmp_path)
+    residuals = compute_residuals(readings[::40], unreadable)
+    page, picture = write_page(residuals, collect_errors(residuals), tmp_path)
     text = page.read_text()
     packed = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert packed is not None
@@ -20,7 +20,7 @@ def test_the_page_holds_every_point_and_asks_no_network(tmp_path: Path) -> None:
     lines = {row[0] for row in data["rows"]}
     drawn = {
         item.measurement.line
-        for item in found.predicted
+        for item in residuals.predicted
         if item.measurement.metric != "matmul_tflops"
     }
     assert lines == drawn
@@ -28,22 +28,22 @@ def test_the_page_holds_every_point_and_asks_no_network(tmp_path: Path) -> None:
     assert picture.read_text().startswith("<?xml")
 
 
-def test_a_choice_is_judged_by_what_its_layout_took() -> None:
+def test_regret_of_a_choice_uses_measured_times() -> None:
     readings, _ = read_measurements()
     small = [item for item in readings if "vTrain single" in item.source and item.gpus == 2]
-    found = evaluate_choices(compute_residuals(small))
-    assert found
-    assert all(choice.regret >= 0 for choice in found)
+    choices = evaluate_choices(compute_residuals(small))
+    assert choices
+    assert all(choice.regret >= 0 for choice in choices)
     lost = [
-        replace(found[0], regret=0.02, repeat_spreads=apart)
+        replace(choices[0], regret=0.02, repeat_spreads=apart)
         for apart in ((), (0.01,), (0.01, 0.03))
     ]
     assert [choice.decidable for choice in lost] == [True, True, False]
-    assert replace(found[0], regret=0.0, repeat_spreads=(0.03,)).decidable, "nothing is lost"
+    assert replace(choices[0], regret=0.0, repeat_spreads=(0.03,)).decidable, "nothing is lost"
 
 
-def test_no_published_measurement_is_of_two_kinds_of_run() -> None:
+def test_each_published_measurement_has_at_most_one_kind_of_run() -> None:
     readings, unreadable = read_measurements()
-    found = compute_residuals(readings[::20], unreadable)
-    kinds = group_by_kind(found)
-    assert 0 < sum(len(kind.errors) for kind in kinds) <= len(found.predicted)
+    residuals = compute_residuals(readings[::20], unreadable)
+    kinds = group_by_kind(residuals)
+    assert 0 < sum(len(kind.errors) for kind in kinds) <= len(residuals.predicted)

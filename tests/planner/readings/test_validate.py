@@ -57,12 +57,12 @@ def file_of(folder: Path, *rows: dict[str, str], columns: tuple[str, ...] = COLU
     return path
 
 
-def one(folder: Path, **changes: str) -> PublishedMeasurement:
+def parse_single_row(folder: Path, **changes: str) -> PublishedMeasurement:
     readings, _ = read_measurements(file_of(folder, changes))
     return readings[0]
 
 
-def test_the_files_own_readings_are_all_read() -> None:
+def test_every_published_measurement_is_read() -> None:
     readings, unreadable = read_measurements()
     assert len(readings) > 3000
     assert not unreadable
@@ -102,7 +102,7 @@ def test_a_column_that_is_named_twice_is_refused(tmp_path: Path) -> None:
         read_measurements(path)
 
 
-def test_whole_numbers_may_be_written_as_pandas_does_and_rows_of_commas_are_none(
+def test_integers_may_be_written_as_floats_and_empty_rows_are_skipped(
     tmp_path: Path,
 ) -> None:
     path = file_of(tmp_path, {"gpus": "8.0", "tp": "2.0"})
@@ -111,7 +111,7 @@ def test_whole_numbers_may_be_written_as_pandas_does_and_rows_of_commas_are_none
     assert (measurement.gpus, measurement.tp, unreadable) == (8, 2, ())
 
 
-def test_the_tables_are_whole_at_80_columns_and_name_the_cause_of_memory_too(
+def test_tables_fit_80_columns_and_name_causes_of_memory_errors(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(command, "wide_console", lambda: Console(width=80))
@@ -126,26 +126,26 @@ def test_the_tables_are_whole_at_80_columns_and_name_the_cause_of_memory_too(
     assert lines[-1] == "2 of 2 measurements are predicted."
 
 
-def test_a_public_source_may_be_left_out_of_what_predicts_one_s_own_file(
+def test_leave_out_option_removes_a_public_source_from_the_fit(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["validate", "--readings", str(file_of(tmp_path, {})), "--json"]
+    arguments = ["validate", "--readings", str(file_of(tmp_path, {})), "--json"]
     errors = []
     for more in ([], ["--leave-out", "InternEvo"]):
-        assert main([*words, *more]) == 0
+        assert main([*arguments, *more]) == 0
         errors.append(json.loads(capsys.readouterr().out)["rows"][0]["error"])
     assert errors[0] != errors[1]
-    assert main([*words, "--leave-out", "nobody"]) == 2
+    assert main([*arguments, "--leave-out", "nobody"]) == 2
 
 
-def test_a_step_s_time_without_its_global_batch_is_refused(tmp_path: Path) -> None:
+def test_time_per_step_without_a_global_batch_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="does not state the global batch"):
-        convert_measurement(one(tmp_path, gbs=""))
-    rate = one(tmp_path, gbs="", metric="tokens_per_s_per_gpu")
+        convert_measurement(parse_single_row(tmp_path, gbs=""))
+    rate = parse_single_row(tmp_path, gbs="", metric="tokens_per_s_per_gpu")
     assert convert_measurement(rate).spec.batch.global_batch_size == 4
 
 
-def test_a_file_without_one_readable_row_ends_with_2(
+def test_file_without_readable_rows_exits_with_code_2(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["validate", "--readings", str(file_of(tmp_path, {"value": "fast"}))]) == 2
@@ -157,7 +157,7 @@ SAID = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "reason"),
     [
         ({"heads": "5000"}, "width of an attention head is 0"),
         (
@@ -187,33 +187,33 @@ SAID = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 64"
         ),
     ],
 )
-def test_a_run_that_cannot_have_been_is_refused_with_the_reason(
-    tmp_path: Path, changes: dict[str, str], words: str
+def test_impossible_run_is_refused_with_the_reason(
+    tmp_path: Path, changes: dict[str, str], reason: str
 ) -> None:
     (refused,) = compute_residuals(*read_measurements(file_of(tmp_path, changes))).refused
-    assert words in refused.reason
+    assert reason in refused.reason
 
 
-def test_a_trainer_that_keeps_what_no_formula_counts_gets_no_verdict() -> None:
+def test_memory_of_trainer_with_uncounted_buffers_gets_no_verdict() -> None:
     chosen = [row for row in read_measurements()[0] if row.line in (425, 570)]
-    found = compute_residuals(chosen)
-    by_recipe, maxtext = encode_summary(found, collect_errors(found))["rows"]
+    residuals = compute_residuals(chosen)
+    by_recipe, maxtext = encode_summary(residuals, collect_errors(residuals))["rows"]
     assert by_recipe["fits"] in set(Fit)
     assert maxtext["fits"] is None
     assert maxtext["memory_bytes"]
 
 
-def test_many_layers_are_a_large_number(tmp_path: Path) -> None:
+def test_number_of_layers_may_be_very_large(tmp_path: Path) -> None:
     changes = {"layers": str(10**9), "metric": "peak_memory_gib"}
-    (found,) = compute_residuals(*read_measurements(file_of(tmp_path, changes))).predicted
-    assert found.predicted > 10**8
+    (residual,) = compute_residuals(*read_measurements(file_of(tmp_path, changes))).predicted
+    assert residual.predicted > 10**8
 
 
 @pytest.mark.parametrize(
     ("notes", "source", "line"),
     [('"a\nb"', "b", 4), ("a", "\nb", 4), ("a\u2028b", "b", 3), ("a\x0cb", "b", 3)],
 )
-def test_a_line_is_that_of_the_file_whatever_a_cell_holds(
+def test_line_numbers_are_those_of_the_file_despite_multi_line_cells(
     tmp_path: Path, notes: str, source: str, line: int
 ) -> None:
     path = file_of(tmp_path, {"notes": notes}, {"value": "fast", "source": source})
@@ -250,34 +250,34 @@ def test_a_damaged_file_is_named_by_the_loader(
     assert capsys.readouterr().err.startswith(str(path))
 
 
-def test_a_number_of_thousands_of_digits_is_named_by_row_and_column(tmp_path: Path) -> None:
+def test_number_with_thousands_of_digits_is_refused_by_row_and_column(tmp_path: Path) -> None:
     with pytest.raises(MeasurementsError, match=r"row 2, column tp: '9{40}' is not"):
         read_measurements(file_of(tmp_path, {"tp": "9" * 5000}))
 
 
-def test_a_layout_that_does_not_multiply_to_the_gpus_is_refused(tmp_path: Path) -> None:
+def test_degrees_that_do_not_multiply_to_the_gpus_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="TP 2 x PP 1 x CP 1 x DP 8 is not 8 GPUs"):
-        convert_measurement(one(tmp_path, dp="8"))
+        convert_measurement(parse_single_row(tmp_path, dp="8"))
 
 
 def test_an_unknown_gpu_is_refused_with_the_near_names(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="a100"):
-        convert_measurement(one(tmp_path, gpu="A1000"))
+        convert_measurement(parse_single_row(tmp_path, gpu="A1000"))
 
 
-def test_time_and_rate_of_one_run_have_one_error_positive_where_predicted_too_slow(
+def test_time_and_rate_of_a_run_have_the_same_error_which_is_positive_if_predicted_too_slow(
     tmp_path: Path,
 ) -> None:
     # 32 samples of 1,024 tokens in 1 s on 8 devices.
     rate = str(32 * 1024 / 8)
     path = file_of(tmp_path, {}, {"metric": "tokens_per_s_per_gpu", "value": rate})
-    found = compute_residuals(*read_measurements(path)).predicted
-    assert found[0].error == pytest.approx(found[1].error)
-    assert found[0].error == pytest.approx(found[0].predicted - 1)
+    residuals = compute_residuals(*read_measurements(path)).predicted
+    assert residuals[0].error == pytest.approx(residuals[1].error)
+    assert residuals[0].error == pytest.approx(residuals[0].predicted - 1)
 
 
 @pytest.mark.slow
-def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
+def test_every_published_measurement_is_predicted_or_refused_with_a_reason(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main(["validate", "--json"]) == 0
@@ -290,7 +290,7 @@ def test_every_reading_of_the_file_is_predicted_or_refused_with_a_reason(
     assert MEASUREMENTS_FILE.stat().st_size < 100_000
 
 
-def test_a_third_is_kept_from_every_fit_whole_layouts_at_a_time_and_what_was_added_later() -> None:
+def test_one_third_of_configurations_and_all_later_additions_are_held_out_of_fits() -> None:
     readings, _ = read_measurements()
     added, before = [], []
     for measurement in readings:
@@ -312,37 +312,37 @@ def test_a_third_is_kept_from_every_fit_whole_layouts_at_a_time_and_what_was_add
         ("mine", "mine"),
     ],
 )
-def test_figures_under_two_names_are_left_out_together(source: str, other: str) -> None:
+def test_duplicate_source_names_are_left_out_together(source: str, other: str) -> None:
     assert origin_of_source(source) == origin_of_source(other) == other
 
 
-def test_between_iterations_each_virtual_stage_holds_its_last_input_and_that_ones_gradient() -> (
-    None
-):
+def test_memory_between_iterations_includes_last_input_and_gradient_per_virtual_stage() -> None:
     wanted = "gpt3_7b_tp1_pp4_memory_speed/golden_values_dev_dgx_gb200.json"
     (measurement,) = (
         measurement
         for measurement in read_measurements()[0]
         if wanted in measurement.where and measurement.metric == "memory_allocated_bytes"
     )
-    (found,) = compute_residuals([measurement]).predicted
-    assert found.measured_run.spec.parallelism.virtual_stages == 8
-    assert abs(found.predicted - measurement.value) < 2**20  # of 22.9 GiB
+    (residual,) = compute_residuals([measurement]).predicted
+    assert residual.measured_run.spec.parallelism.virtual_stages == 8
+    assert abs(residual.predicted - measurement.value) < 2**20  # of 22.9 GiB
 
 
-def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_some_paths(
+def test_source_may_overlap_tp_and_use_cuda_graphs_in_some_rows_only(
     tmp_path: Path,
 ) -> None:
     titan = {"source": "pytorch/torchtitan", "gpu": "H100"}
     vanilla, hidden = (
-        convert_measurement(one(tmp_path, **titan, notes=way)).cluster.execution.overlap_tensor
+        convert_measurement(
+            parse_single_row(tmp_path, **titan, notes=way)
+        ).cluster.execution.overlap_tensor
         for way in ("vanilla TP", "async TP")
     )
     assert (vanilla, hidden) == (False, True)
     card = {"source": "NVIDIA-NeMo/Megatron-Bridge verification cards", "model": "llama3-8b"}
     graphs = [
         convert_measurement(
-            one(tmp_path, **card, gpu=gpu, url_or_path=path)
+            parse_single_row(tmp_path, **card, gpu=gpu, url_or_path=path)
         ).cluster.execution.graphs
         for gpu, path in (
             ("B200", "card.yaml sft/B200"),
@@ -353,188 +353,201 @@ def test_a_source_may_hide_tp_calls_in_some_of_its_rows_and_launch_graphs_in_som
     assert graphs == [False, True, False]
 
 
-def of_line(line: int) -> PublishedMeasurement:
+def published_measurement(line: int) -> PublishedMeasurement:
     return next(measurement for measurement in read_measurements()[0] if measurement.line == line)
 
 
-def test_a_source_s_runs_differ_by_model_device_bits_release_and_place() -> None:
+def test_settings_of_a_source_depend_on_model_device_precision_and_release() -> None:
     # GPT-OSS 120B on GB200: BF16 of 26.02 and 26.04, MXFP8 of 26.06.
     exchanged, beside, graphs = (
-        convert_measurement(of_line(line)).cluster.execution for line in (365, 238, 80)
+        convert_measurement(published_measurement(line)).cluster.execution
+        for line in (365, 238, 80)
     )
     assert (exchanged.deduplicated, exchanged.overlap_experts) == (False, False)
     assert (beside.overlap_experts, beside.graphs, beside.deduplicated) == (True, False, True)
     assert (graphs.graphs, graphs.overlap_experts, graphs.fused_experts) == (True, True, True)
     # Qwen3 235B on B300, 26.02.01 and 26.04.01.
     assert [
-        convert_measurement(of_line(line)).cluster.execution.deduplicated for line in (322, 176)
+        convert_measurement(published_measurement(line)).cluster.execution.deduplicated
+        for line in (322, 176)
     ] == [
         False,
         True,
     ]
     with pytest.raises(RefusedError, match="cudnn-frontend issue 256"):
-        convert_measurement(of_line(41))
+        convert_measurement(published_measurement(41))
     # Nemotron-4 of NeMo 1 (24.12) and 2 (25.04), Grok 1 of the latter.
     assert [
-        convert_measurement(of_line(line)).cluster.execution.eager_activation
+        convert_measurement(published_measurement(line)).cluster.execution.eager_activation
         for line in (580, 665, 655)
     ] == [False, True, False]
-    # BigScience's table of HF's trainer: DP is all GPUs.
-    assert convert_measurement(of_line(933)).spec.name == "dp64-zero3"
+    # In BigScience's table of the Hugging Face trainer, DP counts all GPUs.
+    assert convert_measurement(published_measurement(933)).spec.name == "dp64-zero3"
 
 
-def test_rows_that_drop_tokens_exchange_an_expert_s_mean_share_by_all_to_all() -> None:
+def test_rows_that_drop_tokens_use_all_to_all_with_mean_expert_load() -> None:
     # Qwen3 on B200: 235B in 25.09, 30B in 25.11.
-    dropped, kept = (convert_measurement(of_line(line)) for line in (438, 414))
+    dropped, kept = (convert_measurement(published_measurement(line)) for line in (438, 414))
     assert dropped.spec.expert_load == ExpertLoad(capacity=1.0, pads_to_capacity=True)
     assert not dropped.cluster.execution.deduplicated
     assert not dropped.cluster.execution.overlap_experts
     assert kept.spec.expert_load == BALANCED
 
 
-def test_a_model_s_or_a_source_s_router_takes_neighbouring_experts() -> None:
+def test_router_that_prefers_neighbouring_experts_is_known_per_model_and_source() -> None:
     # DeepSeek V3; Automodel's GPT-OSS 120B, whose router gives a token four neighbours.
     deepseek, neighbours = (
-        convert_measurement(of_line(line)).spec.expert_load for line in (3, 687)
+        convert_measurement(published_measurement(line)).spec.expert_load for line in (3, 687)
     )
     assert (deepseek.groups, deepseek.groups_per_token) == (8, 4)
     assert (neighbours.groups, neighbours.groups_per_token) == (32, 1)
 
 
-def test_deepseek_v3_predicts_a_token_ahead_unless_its_row_says_not() -> None:
-    assert [convert_measurement(of_line(line)).spec.shape.mtp_layers for line in (3, 390)] == [1, 0]
+def test_deepseek_v3_has_an_mtp_layer_unless_its_row_disables_it() -> None:
+    assert [
+        convert_measurement(published_measurement(line)).spec.shape.mtp_layers for line in (3, 390)
+    ] == [1, 0]
 
 
-def test_a_layout_that_a_recipe_corrects_is_the_recipe_s() -> None:
+def test_published_configuration_is_corrected_to_that_of_the_recipe() -> None:
     # Qwen3 30B on 16 H100 in 26.02.01: printed as PP 2 and EP 8.
-    run = convert_measurement(of_line(3171)).spec.parallelism
+    run = convert_measurement(published_measurement(3171)).spec.parallelism
     assert (run.pipeline, run.virtual_stages, run.expert, run.data) == (1, 1, 16, 16)
-    # In 25.11: printed as VP 24 and micro batch 2. GPT-OSS 120B of Automodel, printed without EP.
-    spec = convert_measurement(of_line(3209)).spec
+    # In 25.11: printed as VP 24 and micro batch 2. GPT-OSS 120B of Automodel is printed without EP.
+    spec = convert_measurement(published_measurement(3209)).spec
     assert (spec.parallelism.virtual_stages, spec.batch.micro_batch_size) == (12, 1)
-    assert convert_measurement(of_line(687)).spec.parallelism.expert == 64
+    assert convert_measurement(published_measurement(687)).spec.parallelism.expert == 64
 
 
-def test_experts_are_split_over_tp_where_their_source_says_so() -> None:
+def test_experts_are_split_over_tp_if_their_source_states_it() -> None:
     # Grok 1 on GB200 and H100, both TP 4 and EP 8.
     ways = [
-        convert_measurement(of_line(line)).spec.parallelism.effective_expert_tensor
+        convert_measurement(published_measurement(line)).spec.parallelism.effective_expert_tensor
         for line in (655, 3318)
     ]
     assert ways == [4, 1]
 
 
-def test_attention_that_no_kernel_of_its_time_trains_is_unfused_and_computed_again() -> None:
+def test_attention_without_a_kernel_in_its_release_is_unfused_and_recomputed() -> None:
     # DeepSeek V3 of dgxc on GB200 and H100.
-    blackwell, hopper = (convert_measurement(of_line(line)).spec for line in (3309, 3308))
+    blackwell, hopper = (
+        convert_measurement(published_measurement(line)).spec for line in (3309, 3308)
+    )
     assert (blackwell.fused_attention, hopper.fused_attention) == (False, True)
     assert blackwell.recompute.recomputes("core_attn")
     assert hopper.recompute.recomputes("mla_up_proj")
 
 
-def test_gpt_oss_has_the_expert_parallelism_of_automodel_s_recipes() -> None:
-    assert [convert_measurement(of_line(line)).spec.parallelism.expert for line in (685, 687)] == [
+def test_gpt_oss_has_the_expert_parallelism_of_the_automodel_recipes() -> None:
+    assert [
+        convert_measurement(published_measurement(line)).spec.parallelism.expert
+        for line in (685, 687)
+    ] == [
         8,
         64,
     ]
 
 
-def test_bits_that_a_table_does_not_name_are_its_source_s() -> None:
+def test_fp8_recipe_that_a_row_omits_is_that_of_its_source() -> None:
     assert (
-        convert_measurement(of_line(424)).spec.fp8_recipe is Fp8Recipe.TENSORWISE
+        convert_measurement(published_measurement(424)).spec.fp8_recipe is Fp8Recipe.TENSORWISE
     )  # Megatron-Bridge, 25.09
-    assert convert_measurement(of_line(534)).spec.fp8_recipe is Fp8Recipe.DELAYED  # NeMo 24.12, FP8
     assert (
-        convert_measurement(of_line(400)).spec.fp8_recipe is Fp8Recipe.TENSORWISE
+        convert_measurement(published_measurement(534)).spec.fp8_recipe is Fp8Recipe.DELAYED
+    )  # NeMo 24.12, FP8
+    assert (
+        convert_measurement(published_measurement(400)).spec.fp8_recipe is Fp8Recipe.TENSORWISE
     )  # FP8-CS (FP8-MX)
 
 
-def test_a_source_may_gather_tokens_and_its_optimizer_split_its_states_at_zero_0_too() -> None:
+def test_token_dispatcher_and_optimizer_sharding_of_a_source_apply_to_its_rows() -> None:
     dispatchers = {
-        convert_measurement(of_line(line)).spec.token_dispatcher for line in (3423, 3429)
+        convert_measurement(published_measurement(line)).spec.token_dispatcher
+        for line in (3423, 3429)
     }
     assert dispatchers == {TokenDispatcher.ALL_GATHER}  # Qwen3 30B on 8 GH200
     # GPT-OSS by NCCL on GB200 and by DeepEP on H100, Qwen3 by HybridEP on GB200, and on H100 as it says.
-    others = [
-        convert_measurement(of_line(line)).spec.token_dispatcher for line in (365, 687, 42, 3698)
+    token_dispatchers = [
+        convert_measurement(published_measurement(line)).spec.token_dispatcher
+        for line in (365, 687, 42, 3698)
     ]
     plain, hybrid = TokenDispatcher.ALL_TO_ALL, TokenDispatcher.HYBRID_EP
-    assert others == [plain, TokenDispatcher.DEEP_EP, hybrid, hybrid]
+    assert token_dispatchers == [plain, TokenDispatcher.DEEP_EP, hybrid, hybrid]
     zero = [item for item in read_measurements()[0] if "Lucie" in item.source and item.gpus == 8]
     stages = [item for item in zero if item.gbs == 192 and item.tp == 2 and item.pp == 1]
     assert len(stages) == 2
     assert len({convert_measurement(item).spec for item in stages}) == 1
 
 
-def test_layouts_of_different_releases_are_a_choice_only_where_asked_for() -> None:
+def test_configurations_of_different_releases_form_a_choice_only_on_request() -> None:
     lines = (534, 611)  # 70B on 64 H100: NeMo 24.12 and 25.02
-    found = compute_residuals([of_line(line) for line in lines])
-    assert evaluate_choices(found) == []
-    (mixed,) = evaluate_choices(found, across_releases=True)
+    residuals = compute_residuals([published_measurement(line) for line in lines])
+    assert evaluate_choices(residuals) == []
+    (mixed,) = evaluate_choices(residuals, across_releases=True)
     assert mixed.readings == 2
 
 
-def predicted_of(folder: Path, **changes: str) -> Residual:
-    (found,) = compute_residuals(*read_measurements(file_of(folder, changes))).predicted
-    return found
+def predict_row(folder: Path, **changes: str) -> Residual:
+    (residual,) = compute_residuals(*read_measurements(file_of(folder, changes))).predicted
+    return residual
 
 
-def test_virtual_stages_that_are_not_stated_are_those_of_the_fastest_run_and_give_a_range(
+def test_unstated_virtual_stages_are_those_of_the_fastest_prediction_with_a_range(
     tmp_path: Path,
 ) -> None:
     split = {"tp": "1", "pp": "4", "dp": "2", "gbs": "64"}
-    stated = [predicted_of(tmp_path, **split, vpp=virtual) for virtual in ("1", "2", "4")]
-    found = predicted_of(tmp_path, **split, vpp="")
+    stated = [predict_row(tmp_path, **split, vpp=virtual) for virtual in ("1", "2", "4")]
+    residual = predict_row(tmp_path, **split, vpp="")
     times = [item.predicted for item in stated]
-    assert found.unstated == ("virtual stages",)
-    assert (found.predicted, found.ranged) == (min(times), (min(times), max(times)))
+    assert residual.unstated == ("virtual stages",)
+    assert (residual.predicted, residual.ranged) == (min(times), (min(times), max(times)))
     assert all((item.unstated, item.ranged) == ((), None) for item in stated)
 
 
-def test_a_micro_batch_that_is_not_stated_is_one_that_fits(tmp_path: Path) -> None:
-    stated = [predicted_of(tmp_path, mbs=micro) for micro in ("1", "2", "4", "8")]
-    found = predicted_of(tmp_path, mbs="")
-    assert found.unstated == ("micro batch",)
+def test_unstated_micro_batch_is_the_fastest_that_fits(tmp_path: Path) -> None:
+    stated = [predict_row(tmp_path, mbs=micro) for micro in ("1", "2", "4", "8")]
+    residual = predict_row(tmp_path, mbs="")
+    assert residual.unstated == ("micro batch",)
     fitting = [
         item.predicted
         for item in stated
         if find_peak_rank(item.measured_run.spec)[1].needed <= 1.07 * 80 * 2**30
     ]
-    assert found.predicted == min(fitting)
-    assert found.ranged == (min(fitting), max(fitting))
+    assert residual.predicted == min(fitting)
+    assert residual.ranged == (min(fitting), max(fitting))
 
 
-def test_what_is_not_stated_is_counted_apart_and_its_interval_holds_the_range(
+def test_rows_with_unstated_settings_are_summarised_separately_with_intervals_over_their_range(
     tmp_path: Path,
 ) -> None:
     path = file_of(tmp_path, {}, {"mbs": ""})
-    found = compute_residuals(*read_measurements(path))
-    data = encode_summary(found, collect_errors(found))
+    residuals = compute_residuals(*read_measurements(path))
+    data = encode_summary(residuals, collect_errors(residuals))
     assert sorted(data["sources"]) == ["mine", "mine, micro batch not stated"]
     stated, unstated = data["rows"]
     assert (stated["unstated"], stated["range"]) == ([], None)
     assert unstated["unstated"] == ["micro batch"]
-    least, most = unstated["range"]
-    assert unstated["interval_80"][0] < least <= most < unstated["interval_80"][1]
+    lowest, highest = unstated["range"]
+    assert unstated["interval_80"][0] < lowest <= highest < unstated["interval_80"][1]
 
 
-def test_hardware_flops_count_what_is_computed_again(tmp_path: Path) -> None:
+def test_hardware_flops_include_recomputation(tmp_path: Path) -> None:
     run = {"recompute": "full", "value": "100"}
-    model = predicted_of(tmp_path, **run, metric="model_tflops_per_gpu")
-    hardware = predicted_of(tmp_path, **run, metric="hardware_tflops_per_gpu")
+    model = predict_row(tmp_path, **run, metric="model_tflops_per_gpu")
+    hardware = predict_row(tmp_path, **run, metric="hardware_tflops_per_gpu")
     again = flops_by_convention(hardware.measured_run.spec, {"recomputed"})
     assert hardware.predicted / model.predicted == pytest.approx(
         again / flops_by_convention(model.measured_run.spec, ())
     )
     assert 1.2 < hardware.predicted / model.predicted < 4 / 3
-    # Also where the source's own FLOPs a token are known, which are the model's.
+    # This also holds if the source states FLOPs per token, because these are those of the model.
     assert compute_residual(hardware.measured_run, 1e9).predicted == hardware.predicted
 
 
-def test_a_row_says_how_its_flops_are_counted(tmp_path: Path) -> None:
+def test_row_states_how_its_flops_are_counted(tmp_path: Path) -> None:
     flops = {"metric": "model_tflops_per_gpu", "value": "100"}
-    half = predicted_of(tmp_path, **flops)
-    whole = predicted_of(tmp_path, **flops, counts="whole-attention")
+    half = predict_row(tmp_path, **flops)
+    whole = predict_row(tmp_path, **flops, counts="whole-attention")
     assert whole.predicted > half.predicted
     _, (refused,) = read_measurements(file_of(tmp_path, flops, flops | {"counts": "some"}))
     assert "column counts: 'some' is not made of" in refused.reason

@@ -22,8 +22,8 @@ def rows(tmp_path, *pairs):
 
 
 def test_equal_work_is_compared_per_iteration(tmp_path):
-    found = rows(tmp_path, (run_record("a"), 100.0), (run_record("b", "tp2"), 150.0))
-    speed = compare_speed(found["baseline"], found["tp2"])
+    entries = rows(tmp_path, (run_record("a"), 100.0), (run_record("b", "tp2"), 150.0))
+    speed = compare_speed(entries["baseline"], entries["tp2"])
     assert speed.per_iteration is not None
     assert speed.per_iteration.ratio == pytest.approx(1.5, abs=0.01)
     assert speed.per_iteration.verdict is TimeVerdict.SLOWER
@@ -32,8 +32,8 @@ def test_equal_work_is_compared_per_iteration(tmp_path):
 
 def test_speedup_per_iteration_is_refused_for_different_batches(tmp_path):
     double = run_record("b", "dp2", batch=Batch(2, 16))
-    found = rows(tmp_path, (run_record("a"), 100.0), (double, 100.0))
-    speed = compare_speed(found["baseline"], found["dp2"])
+    entries = rows(tmp_path, (run_record("a"), 100.0), (double, 100.0))
+    speed = compare_speed(entries["baseline"], entries["dp2"])
     assert speed.per_iteration is None
     assert speed.per_token is not None
     assert speed.per_token.ratio == pytest.approx(0.5, abs=0.01)
@@ -45,7 +45,7 @@ def test_speedup_per_iteration_is_refused_for_different_batches(tmp_path):
 
 def test_everything_that_differs_is_listed(tmp_path):
     argv = run_record("x").argv
-    one = run_record("a", "baseline", dropout=0.1)
+    first = run_record("a", "baseline", dropout=0.1)
     two = run_record(
         "b",
         "tp2",
@@ -53,10 +53,10 @@ def test_everything_that_differs_is_listed(tmp_path):
         argv=(*argv, "--recompute-granularity", "full", "--optimizer", "sgd"),
     )
     text = log_text([100.0] * 5)
-    found = list_differences(
-        load_folder(write_run(tmp_path, one, text)), load_folder(write_run(tmp_path, two, text))
+    differences = list_differences(
+        load_folder(write_run(tmp_path, first, text)), load_folder(write_run(tmp_path, two, text))
     )
-    assert [(d.what, d.reference, d.other, d.part_of_strategy) for d in found] == [
+    assert [(d.what, d.reference, d.other, d.part_of_strategy) for d in differences] == [
         ("devices", "1", "2", True),
         ("padded vocabulary", "50304", "50432", True),
         ("dropout", "0.1", "0.0", False),

@@ -23,8 +23,8 @@ H100, V100, NPU = (
 ASSUMED = "Neither log names its device; the same one is assumed (--device states it, or DEVICE= under make)."
 
 
-def report_of(tmp_path, one, two, ms=2.0, **options):
-    paths = log(tmp_path / "a.log", 1.0, one), log(tmp_path / "b.log", ms, two)
+def report_of(tmp_path, first, two, ms=2.0, **options):
+    paths = log(tmp_path / "a.log", 1.0, first), log(tmp_path / "b.log", ms, two)
     _, text, folder = made(tmp_path, 400, paths=paths, **options)
     return rows_of(folder)[1]["speed"], text
 
@@ -57,7 +57,7 @@ def test_iteration_lines_alone_name_no_device(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("one", "two", "reason"),
+    ("first", "two", "reason"),
     [
         (H100, V100, "their devices differ (NVIDIA H100 80GB HBM3 | Tesla V100-SXM2-16GB)"),
         (NPU, V100, "their devices differ (Ascend910B | Tesla V100-SXM2-16GB)"),
@@ -65,8 +65,8 @@ def test_iteration_lines_alone_name_no_device(tmp_path):
         ("", V100, "only b.log names its device (Tesla V100-SXM2-16GB)"),
     ],
 )
-def test_other_or_unknown_devices_give_no_verdict(tmp_path, one, two, reason):
-    speed, text = report_of(tmp_path, one + ARGUMENTS, two + ARGUMENTS)
+def test_other_or_unknown_devices_give_no_verdict(tmp_path, first, two, reason):
+    speed, text = report_of(tmp_path, first + ARGUMENTS, two + ARGUMENTS)
     assert speed["per_token"] is None
     assert f"b.log against sp2 ×2 a.log: no verdict on speed, {reason}" in text
     assert ASSUMED not in text

@@ -45,7 +45,7 @@ def test_a_slower_copy_of_a_log_is_a_row_of_its_own_below_the_first(tmp_path):
 
 
 def test_logs_of_one_file_name_are_told_apart_by_their_folders(tmp_path):
-    paths = [log(tmp_path / each / "log.txt", ms) for each, ms in (("one", 1.0), ("two", 1.2))]
+    paths = [log(tmp_path / item / "log.txt", ms) for item, ms in (("one", 1.0), ("two", 1.2))]
     _, _, folder = made(tmp_path, paths=(*paths, paths[0]))
     assert list(read_csv(folder)) == ["log.txt (1)", "two/log.txt", "log.txt (3)"]
 
@@ -136,9 +136,11 @@ def test_what_is_missing_for_a_verdict_is_said(tmp_path):
 
 def test_logs_that_are_said_to_be_repeats_are_a_row_and_show_their_scatter(tmp_path):
     paths = [log(tmp_path / f"{n}.log", 1 + n / 500) for n in range(3)]
-    others = [log(tmp_path / f"other-{n}.log", 1.03 + n / 500) for n in range(3)]
-    words = [f"{name}={','.join(map(str, each))}" for name, each in (("tp2", paths), ("x", others))]
-    named = dict(repeat for word in words for repeat in named_logs(word))
+    other_rows = [log(tmp_path / f"other-{n}.log", 1.03 + n / 500) for n in range(3)]
+    arguments = [
+        f"{name}={','.join(map(str, item))}" for name, item in (("tp2", paths), ("x", other_rows))
+    ]
+    named = dict(repeat for word in arguments for repeat in named_logs(word))
     _, text, folder = made(tmp_path, 300, paths=tuple(named), repeats=named)
     assert [(row["label"], len(row["runs"])) for row in rows_of(folder)] == [("tp2", 3), ("x", 3)]
     # 3% is below what one log a side can show.
@@ -168,6 +170,10 @@ def test_the_device_that_is_given_makes_an_mfu(tmp_path):
         ("> device: NVIDIA A100-SXM4-80GB", "NVIDIA A100-SXM4-80GB"),
         ("NVIDIA H200 and NVIDIA H100 80GB HBM3", ""),
         ("NVIDIA H200NVL", ""),
+        ("| 0  NVIDIA A40   On | 535.104", "NVIDIA A40"),
+        ("device_name: NVIDIA GeForce RTX 3090", "NVIDIA GeForce RTX 3090"),
+        ("kind='TPU v5p', process", "TPU v5p"),
+        ("NVIDIA-SMI 575.57.08   Driver Version: 575.57.08", ""),
     ],
 )
 def test_a_device_that_the_log_names_is_taken_from_it(tmp_path, line, device):
@@ -179,7 +185,7 @@ def test_a_device_that_the_log_names_is_taken_from_it(tmp_path, line, device):
 def test_the_vocabulary_is_the_tokenizers_and_without_one_no_flops_are_counted(tmp_path):
     padded = "> padded vocab (size: 128256) with 0 dummy tokens (new size: 128256)\n"
     known, unknown = given(vocab_size="None") + padded, given(vocab_size="None")
-    paths = [log(tmp_path / f"{n}.log", arguments=each) for n, each in enumerate((known, unknown))]
+    paths = [log(tmp_path / f"{n}.log", arguments=item) for n, item in enumerate((known, unknown))]
     _, _, folder = made(tmp_path, paths=tuple(paths))
     rows = read_csv(folder)
     with_it, without = rows["0.log"], rows["1.log"]

@@ -33,8 +33,8 @@ def verdicts(tmp_path, *runs, micro=False, routed=None):
     loaded, problems = load_runs(folders)
     assert problems == []
     rows = group_into_rows(loaded)
-    found = judge_parity(rows)
-    return {row.newest.name: parity for row, parity in zip(rows, found, strict=True)}
+    parities = judge_parity(rows)
+    return {row.newest.name: parity for row, parity in zip(rows, parities, strict=True)}
 
 
 def changed(losses, iteration, by):
@@ -49,21 +49,21 @@ def test_last_digit_is_the_one_megatron_prints(value, unit):
 
 
 def test_baseline_is_the_reference_and_one_digit_off_keeps_parity(tmp_path):
-    found = verdicts(
+    parities = verdicts(
         tmp_path,
         (run_record("a", "tp2"), changed(LOSSES, 5, 1e-6)),
         (run_record("b", "baseline"), LOSSES),
     )
-    assert (found["b"].verdict, found["a"].verdict) == ("reference", "held")
-    assert found["a"].compared == 5
-    assert found["a"].max_units == pytest.approx(1.0)
-    assert found["a"].repeats == 0
+    assert (parities["b"].verdict, parities["a"].verdict) == ("reference", "held")
+    assert parities["a"].compared == 5
+    assert parities["a"].max_units == pytest.approx(1.0)
+    assert parities["a"].repeats == 0
 
 
 def test_two_digits_off_is_broken_at_the_first_such_iteration(tmp_path):
     losses = changed(changed(LOSSES, 4, 2e-5), 5, 1.0)
-    found = verdicts(tmp_path, (run_record("a", "tp2"), losses), (run_record("b"), LOSSES))
-    assert found["a"].verdict == "broken@4"
+    parities = verdicts(tmp_path, (run_record("a", "tp2"), losses), (run_record("b"), LOSSES))
+    assert parities["a"].verdict == "broken@4"
 
 
 @pytest.mark.parametrize(
@@ -81,8 +81,8 @@ def test_long_curves_may_drift_apart_by_what_was_measured_and_no_more(
 ):
     losses = [5.0] * 400
     other = run_record("b", "tp2", backend=backend), changed(losses, 400, by)
-    found = verdicts(tmp_path, (run_record("a"), losses), other)
-    assert found["b"].verdict == verdict
+    parities = verdicts(tmp_path, (run_record("a"), losses), other)
+    assert parities["b"].verdict == verdict
 
 
 def on_gpu(name, strategy="baseline", **changes):
@@ -98,12 +98,12 @@ def test_what_repeats_on_gpus_differ_by_is_tolerated_and_no_more(tmp_path):
         (on_gpu("c", "cp2"), changed(LOSSES, 4, 9e-5)),
         (on_gpu("p", "pp2"), changed(LOSSES, 2, 4e-5)),
     ]
-    found = verdicts(tmp_path, *runs)
-    assert found["t"].verdict == "held"
-    assert found["t"].repeats == 1
-    assert found["c"].verdict == "broken@4"
-    assert found["p"].verdict == "broken@2"
-    assert found["b2"].repeats_differ == ""
+    parities = verdicts(tmp_path, *runs)
+    assert parities["t"].verdict == "held"
+    assert parities["t"].repeats == 1
+    assert parities["c"].verdict == "broken@4"
+    assert parities["p"].verdict == "broken@2"
+    assert parities["b2"].repeats_differ == ""
 
 
 @pytest.mark.parametrize("code", [None, EDITED])
@@ -113,19 +113,19 @@ def test_runs_of_other_or_unknown_code_are_no_repeats(tmp_path, code):
         (on_gpu("s1", "sp2", code=None if code is None else GOOD), LOSSES),
         (on_gpu("s2", "sp2", code=code), changed(LOSSES, 5, 1e-3)),
     ]
-    found = verdicts(tmp_path, *runs)
-    assert (found["s2"].verdict, found["s2"].repeats) == ("broken@5", 0)
+    parities = verdicts(tmp_path, *runs)
+    assert (parities["s2"].verdict, parities["s2"].repeats) == ("broken@5", 0)
 
 
 def test_an_edit_between_two_runs_is_seen_though_the_first_was_good(tmp_path):
-    found = verdicts(
+    parities = verdicts(
         tmp_path,
         (run_record("b", code=GOOD), LOSSES),
         (run_record("s1", "sp2", code=GOOD), LOSSES),
         (run_record("s2", "sp2", code=EDITED), changed(LOSSES, 5, 1e-3)),
     )
-    assert found["s2"].verdict == "broken@5"
-    assert "s1" not in found
+    assert parities["s2"].verdict == "broken@5"
+    assert "s1" not in parities
     back = verdicts(
         tmp_path / "back",
         (run_record("b", code=GOOD), LOSSES),
@@ -137,57 +137,57 @@ def test_an_edit_between_two_runs_is_seen_though_the_first_was_good(tmp_path):
 
 @pytest.mark.parametrize("order", [(0.0, 1e-3), (1e-3, 0.0)])
 def test_repeats_on_cpu_ranks_that_differ_are_a_finding_and_never_a_tolerance(tmp_path, order):
-    found = verdicts(
+    parities = verdicts(
         tmp_path,
         (run_record("b", code=GOOD), LOSSES),
         (run_record("s1", "sp2", code=GOOD), changed(LOSSES, 5, order[0])),
         (run_record("s2", "sp2", code=GOOD), changed(LOSSES, 5, order[1])),
         (run_record("t", "tp2", code=GOOD), changed(LOSSES, 5, 1e-4)),
     )
-    assert found["s2"].verdict == "broken@5"
-    assert found["s2"].judged == ("s1" if order[0] else "s2")
-    assert found["s2"].repeats_differ == (
+    assert parities["s2"].verdict == "broken@5"
+    assert parities["s2"].judged == ("s1" if order[0] else "s2")
+    assert parities["s2"].repeats_differ == (
         "repeats differ by 1,000 units of the last printed digit: not deterministic, or not the "
         "same code"
     )
-    assert found["t"].verdict == "broken@5"
-    assert found["b"].repeats_differ == ""
+    assert parities["t"].verdict == "broken@5"
+    assert parities["b"].repeats_differ == ""
 
 
 def test_a_baseline_of_another_seed_does_not_take_the_reference_away(tmp_path):
     wrong = changed(LOSSES, 5, 1e-3)
-    found = verdicts(
+    parities = verdicts(
         tmp_path,
         (run_record("b"), LOSSES),
         (run_record("t", "tp2"), LOSSES),
         (run_record("s", "sp2"), wrong),
         (run_record("b7", seed=7, start_checkpoint="start-7"), [loss + 1 for loss in LOSSES]),
     )
-    assert (found["b7"].verdict, found["b7"].reference) == ("reference", "b")
-    assert (found["t"].verdict, found["t"].reference) == ("held", "b")
-    assert (found["s"].verdict, found["s"].reference) == ("broken@5", "b")
+    assert (parities["b7"].verdict, parities["b7"].reference) == ("reference", "b")
+    assert (parities["t"].verdict, parities["t"].reference) == ("held", "b")
+    assert (parities["s"].verdict, parities["s"].reference) == ("broken@5", "b")
 
 
 def test_rows_whose_baseline_is_of_another_seed_say_so(tmp_path):
-    found = verdicts(
+    parities = verdicts(
         tmp_path,
         (run_record("t", "tp2"), LOSSES),
         (run_record("s", "sp2"), LOSSES),
         (run_record("b7", seed=7, start_checkpoint="start-7"), LOSSES),
     )
-    assert [found[name].verdict for name in "ts"] == ["reference", "held"]
-    assert {found[name].without_baseline for name in "ts"} == {"different seed"}
-    assert (found["b7"].verdict, found["b7"].without_baseline) == ("", "")
+    assert [parities[name].verdict for name in "ts"] == ["reference", "held"]
+    assert {parities[name].without_baseline for name in "ts"} == {"different seed"}
+    assert (parities["b7"].verdict, parities["b7"].without_baseline) == ("", "")
 
 
 def test_a_row_of_which_one_run_has_the_references_seed_is_compared_by_that_run(tmp_path):
-    found = verdicts(
+    parities = verdicts(
         tmp_path,
         (run_record("b"), LOSSES),
         (run_record("t", "tp2"), LOSSES),
         (run_record("t7", "tp2", seed=7), changed(LOSSES, 5, 1.0)),
     )
-    assert (found["t7"].verdict, found["t7"].judged) == ("held", "t")
+    assert (parities["t7"].verdict, parities["t7"].judged) == ("held", "t")
 
 
 def test_bf16_is_given_what_it_was_measured_to_add_and_no_more(tmp_path):
@@ -206,31 +206,31 @@ def test_bf16_is_given_what_it_was_measured_to_add_and_no_more(tmp_path):
         text = "\n".join(iteration_line(number, 100.0, loss) for number, loss in lines)
         folders.append(write_run(tmp_path, run_record(name, strategy, dtype="bf16"), text))
     rows = group_into_rows(load_runs(folders)[0])
-    found = judge_parity(rows)
-    assert [parity.verdict for parity in found] == ["reference", "held", "broken@10"]
-    assert [(parity.compared, parity.until) for parity in found[1:]] == [(4, 50), (4, 50)]
+    parities = judge_parity(rows)
+    assert [parity.verdict for parity in parities] == ["reference", "held", "broken@10"]
+    assert [(parity.compared, parity.until) for parity in parities[1:]] == [(4, 50), (4, 50)]
 
 
 def test_weights_decide_what_start_is_shared_where_their_hash_is_known(tmp_path):
     anew = run_record("a", "tp2", start_checkpoint="start-2", start_weights="w")
     other = run_record("c", "cp2", start_weights="v")
     base = (run_record("b", start_weights="w"), LOSSES)
-    found = verdicts(tmp_path, base, (anew, LOSSES), (other, LOSSES))
-    assert found["a"].verdict == "held"
-    assert found["c"].reason == "no shared starting checkpoint"
+    parities = verdicts(tmp_path, base, (anew, LOSSES), (other, LOSSES))
+    assert parities["a"].verdict == "held"
+    assert parities["c"].reason == "no shared starting checkpoint"
     of_before = (run_record("d", "dp2"), LOSSES)
     assert verdicts(tmp_path / "before", base, of_before)["d"].verdict == "held"
 
 
 def test_averaged_line_is_not_compared(tmp_path):
-    found = verdicts(
+    parities = verdicts(
         tmp_path,
         (run_record("a", "tp2"), changed(LOSSES, 2, 0.5)),
         (run_record("b"), LOSSES),
         micro=True,
     )
-    assert found["a"].verdict == "held"
-    assert found["a"].compared == 4
+    assert parities["a"].verdict == "held"
+    assert parities["a"].compared == 4
 
 
 @pytest.mark.parametrize(
@@ -248,20 +248,23 @@ def test_averaged_line_is_not_compared(tmp_path):
 def test_runs_that_need_not_agree_are_not_compared(tmp_path, change, reason):
     other = run_record("a", "tp2", **change)
     held = run_record("c", "cp2")
-    found = verdicts(tmp_path, (other, LOSSES), (run_record("b"), LOSSES), (held, LOSSES))
-    assert (found["a"].verdict, found["a"].reason) == ("not comparable", reason)
-    assert found["c"].verdict == "held"
+    parities = verdicts(tmp_path, (other, LOSSES), (run_record("b"), LOSSES), (held, LOSSES))
+    assert (parities["a"].verdict, parities["a"].reason) == ("not comparable", reason)
+    assert parities["c"].verdict == "held"
 
 
 def test_a_patched_run_is_compared_with_none_that_is_not_and_is_no_reference_of_it(tmp_path):
     patch_file = {"patch_file": PatchFile("change.py", "1a2b")}
     first, second = run_record("a", **patch_file), run_record("b", "tp2", **patch_file)
-    found = verdicts(tmp_path, (first, LOSSES), (second, LOSSES), (run_record("c"), LOSSES))
-    assert (found["a"].verdict, found["b"].verdict) == ("reference", "held")
-    assert found["c"].verdict == ""
-    found = verdicts(tmp_path / "one", (first, LOSSES), (run_record("c", "tp2"), LOSSES))
-    assert (found["a"].verdict, found["a"].reason) == ("not comparable", "different patch file")
-    assert found["a"].reference == "c"
+    parities = verdicts(tmp_path, (first, LOSSES), (second, LOSSES), (run_record("c"), LOSSES))
+    assert (parities["a"].verdict, parities["b"].verdict) == ("reference", "held")
+    assert parities["c"].verdict == ""
+    parities = verdicts(tmp_path / "one", (first, LOSSES), (run_record("c", "tp2"), LOSSES))
+    assert (parities["a"].verdict, parities["a"].reason) == (
+        "not comparable",
+        "different patch file",
+    )
+    assert parities["a"].reference == "c"
 
 
 def test_single_run_has_no_parity(tmp_path):
@@ -270,30 +273,32 @@ def test_single_run_has_no_parity(tmp_path):
 
 def test_reference_that_nothing_is_compared_with_is_none(tmp_path):
     other = replace(run_record("a", "tp2"), start_checkpoint=None)
-    found = verdicts(tmp_path, (other, LOSSES), (run_record("b"), LOSSES))
-    assert (found["a"].verdict, found["b"].verdict) == ("not comparable", "")
+    parities = verdicts(tmp_path, (other, LOSSES), (run_record("b"), LOSSES))
+    assert (parities["a"].verdict, parities["b"].verdict) == ("not comparable", "")
 
 
 def test_each_batch_size_has_a_reference_of_its_own(tmp_path):
     double = {"batch": Batch(2, 16)}
-    found = verdicts(
+    parities = verdicts(
         tmp_path,
         (run_record("b"), LOSSES),
         (run_record("d", "dp2", **double), LOSSES),
         (run_record("t", "tp2", **double), changed(LOSSES, 3, 1e-6)),
         (run_record("p", "pp2", **double), changed(LOSSES, 3, 1e-2)),
     )
-    assert found["b"].verdict == ""
-    assert (found["d"].verdict, found["t"].verdict) == ("reference", "held")
-    assert (found["p"].verdict, found["p"].reference) == ("broken@3", "d")
+    assert parities["b"].verdict == ""
+    assert (parities["d"].verdict, parities["t"].verdict) == ("reference", "held")
+    assert (parities["p"].verdict, parities["p"].reference) == ("broken@3", "d")
 
 
 def test_losses_are_compared_until_a_token_takes_another_expert(tmp_path):
     even, other, many = (800, 800), (801, 799), (850, 750)
     runs = ((run_record("a", "dp2"), changed(LOSSES, 5, 0.1)), (run_record("b"), LOSSES))
     routed = {"b": [even] * 5}
-    found = verdicts(tmp_path / "diverged", *runs, routed=routed | {"a": [even] * 3 + [other] * 2})
-    assert (found["a"].verdict, found["a"].compared, found["a"].diverged) == ("held", 3, 4)
+    parities = verdicts(
+        tmp_path / "diverged", *runs, routed=routed | {"a": [even] * 3 + [other] * 2}
+    )
+    assert (parities["a"].verdict, parities["a"].compared, parities["a"].diverged) == ("held", 3, 4)
     same = verdicts(tmp_path / "same", *runs, routed=routed | {"a": [even] * 5})
     assert (same["a"].verdict, same["a"].diverged) == ("broken@5", None)
     wrong = verdicts(tmp_path / "wrong", *runs, routed=routed | {"a": [even] * 4 + [many]})

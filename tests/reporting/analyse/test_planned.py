@@ -39,9 +39,9 @@ def calibrated(root: Path) -> None:
 
 
 def test_runs_become_readings_once_and_those_that_scatter_do_not(tmp_path: Path) -> None:
-    said, _ = made(tmp_path, ("baseline", "dp2", "tp2"), unsteady="tp2")
-    assert " has 2 rows, " in said
-    assert "mine.csv has 2 rows, 2 of them new" in said
+    text, _ = made(tmp_path, ("baseline", "dp2", "tp2"), unsteady="tp2")
+    assert " has 2 rows, " in text
+    assert "mine.csv has 2 rows, 2 of them new" in text
     readings, unreadable = read_measurements(tmp_path / "mine.csv")
     assert not unreadable
     assert [(r.where, r.dp, r.value) for r in readings] == [
@@ -56,10 +56,10 @@ def test_runs_become_readings_once_and_those_that_scatter_do_not(tmp_path: Path)
 def test_cpu_ranks_are_predicted_once_the_machine_is_calibrated_and_say_that_nothing_is_near(
     tmp_path: Path,
 ) -> None:
-    said, page = made(tmp_path / "one", ("baseline",))
-    assert "planner" not in said + page
+    text, page = made(tmp_path / "one", ("baseline",))
+    assert "planner" not in text + page
     calibrated(tmp_path / "two")
-    said, page = made(tmp_path / "two", ("baseline", "dp2"))
+    text, page = made(tmp_path / "two", ("baseline", "dp2"))
     assert "The planner's times have an error of" in page
     assert "nothing near was measured" in page
     _, page = made(tmp_path / "two", ("tp2", "cp2", "pp2"))

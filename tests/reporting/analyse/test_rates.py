@@ -9,7 +9,9 @@ from parakit.config.strategy import Batch
 from parakit.logs.runs import load_folder
 from parakit.reporting.analyse.entry import build_entries_from_folders
 from parakit.reporting.analyse.rates import compute_rates
+from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.results import RESULTS
+from parakit.reporting.render.sentences import write_sentences
 from tests.reporting.factory import changed, log_text, run_record, write_run
 
 LARGE = load_model("gpt2-large")
@@ -38,41 +40,41 @@ def rates(tmp_path, record, ms=437.2, log=None):
 
 
 def test_published_dp2_run_has_its_published_rates(tmp_path):
-    found = rates(tmp_path, published_dp2())
-    assert found.model_flops_per_iteration == pytest.approx(3.2219e14, rel=1e-4)
-    assert found.tokens_per_second == pytest.approx(64 * 1024 / 0.4372)
-    assert found.tokens_per_second_per_device == pytest.approx(32 * 1024 / 0.4372)
-    assert found.model_tflops_per_device == pytest.approx(368.5, abs=0.1)
-    assert found.mfu == pytest.approx(0.3724, abs=1e-4)
-    assert found.hfu == found.mfu
-    assert found.peak_tflops == 989.5
-    assert "H200" in found.peak_source
-    assert any("÷ 989.5 TFLOP/s dense fp16" in formula for formula in found.formulas)
+    measured = rates(tmp_path, published_dp2())
+    assert measured.model_flops_per_iteration == pytest.approx(3.2219e14, rel=1e-4)
+    assert measured.tokens_per_second == pytest.approx(64 * 1024 / 0.4372)
+    assert measured.tokens_per_second_per_device == pytest.approx(32 * 1024 / 0.4372)
+    assert measured.model_tflops_per_device == pytest.approx(368.5, abs=0.1)
+    assert measured.mfu == pytest.approx(0.3724, abs=1e-4)
+    assert measured.hfu == measured.mfu
+    assert measured.peak_tflops == 989.5
+    assert "H200" in measured.peak_source
+    assert any("÷ 989.5 TFLOP/s dense fp16" in formula for formula in measured.formulas)
 
 
 def test_recomputation_counts_in_hfu_only(tmp_path):
     full = published_dp2(argv=(*LARGE.flags, "--recompute-granularity", "full"))
-    found = rates(tmp_path, full)
+    measured = rates(tmp_path, full)
     # A forward pass of the layers again: 6·(24h² + 2sh)·L of the tokens' 6·(…+ 2hV) FLOPs.
     h, s, layers, vocabulary = 1280, 1024, 36, 50304
     of_layers = layers * (24 * h * h + 2 * s * h)
     share = of_layers / (3 * (of_layers + 2 * h * vocabulary))
-    assert found.hfu == pytest.approx(found.mfu * (1 + share))
+    assert measured.hfu == pytest.approx(measured.mfu * (1 + share))
 
 
 def test_of_some_layers_their_forward_passes_count(tmp_path):
     method = ("--recompute-granularity", "full", "--recompute-method", "block")
-    words = (*LARGE.flags, *method, "--recompute-num-layers", "9")
-    some = rates(tmp_path, published_dp2(run="some", argv=words))
+    argv = (*LARGE.flags, *method, "--recompute-num-layers", "9")
+    some = rates(tmp_path, published_dp2(run="some", argv=argv))
     every = rates(tmp_path, published_dp2(run="all", argv=(*LARGE.flags, *method[:2])))
     assert some.hfu / some.mfu - 1 == pytest.approx((every.hfu / every.mfu - 1) * 9 / 36)
 
 
 def test_unknown_device_has_no_mfu_and_says_why(tmp_path):
-    found = rates(tmp_path, published_dp2(host=replace(H200, devices=("Tesla T4",) * 2)))
-    assert (found.mfu, found.hfu, found.peak_tflops) == (None, None, None)
-    assert found.model_tflops_per_device is not None
-    assert found.notes == ("no MFU: no peak rate is recorded for 'Tesla T4'",)
+    measured = rates(tmp_path, published_dp2(host=replace(H200, devices=("Tesla T4",) * 2)))
+    assert (measured.mfu, measured.hfu, measured.peak_tflops) == (None, None, None)
+    assert measured.model_tflops_per_device is not None
+    assert measured.notes == ("no MFU: no peak rate is recorded for 'Tesla T4'",)
 
 
 def test_megatrons_own_count_is_checked(tmp_path):
@@ -82,6 +84,37 @@ def test_megatrons_own_count_is_checked(tmp_path):
     other = text.replace("437.2 |", "437.2 | throughput per GPU (TFLOP/s/GPU): 350.0 |")
     (note,) = rates(tmp_path, published_dp2(run="b"), log=other).notes
     assert note.startswith("FLOPs differ from Megatron's own count by +5.3%")
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_named"), [(1.0, False), (1.01, False), (1.12, True), (0.65, True)]
+)
+def test_a_slow_run_is_checked_against_megatrons_count_too(tmp_path, factor, is_named):
+    """Below 20 TFLOP/s the printed decimal hides a difference of 1%, and none of 12 to 35%."""
+    milliseconds = 437.2 * 40
+    printed = f"{368.5 / 40 * factor:.1f}"
+    text = log_text([milliseconds] * 30).replace(
+        f"{milliseconds:.1f} |",
+        f"{milliseconds:.1f} | throughput per GPU (TFLOP/s/GPU): {printed} |",
+    )
+    measured = rates(tmp_path, published_dp2(), ms=milliseconds, log=text)
+    assert (
+        any(note.startswith("FLOPs differ from Megatron's") for note in measured.notes) == is_named
+    )
+    assert (measured.printed_over_counted is not None) == is_named
+
+
+def test_tflops_of_a_model_with_other_parameters_than_printed_are_doubtful(tmp_path):
+    for name, printed in (("a", 774_090_240), ("b", 774_090_241), ("c", 355_919_872)):
+        write_run(tmp_path, published_dp2(run=name), log_text([437.2] * 30, parameters=printed))
+    rows = build_entries_from_folders([[tmp_path / name] for name in "abc"])
+    doubts = [bool(row.rates.model_doubt) for row in rows]
+    assert doubts == [False, True, True]
+    notes = next(column for column in RESULTS if column.name == "notes")
+    assert "TFLOP/s are doubtful: a rank prints 355,919,872" in notes.value(rows[2])
+    report = Report("r", "now", tuple(rows))
+    sentences = [text for text in write_sentences(report) if "doubtful" in text]
+    assert [text.split(" are")[0] for text in sentences] == ["TFLOP/s of b", "TFLOP/s of c"]
 
 
 def with_variant(run, variant):

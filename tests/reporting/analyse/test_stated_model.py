@@ -21,10 +21,10 @@ OTHER_MODELS = [
 ]
 
 
-def report_of(tmp_path, one, two):
+def report_of(tmp_path, first, two):
     """The second row, the terminal's text and both verdicts of logs with these arguments."""
     paths = (
-        log(tmp_path / "a.log", losses=LOSSES, arguments=one),
+        log(tmp_path / "a.log", losses=LOSSES, arguments=first),
         log(tmp_path / "b.log", ms=0.9, losses=SHIFTED, arguments=two),
     )
     _, text, folder = made(tmp_path, 400, paths=paths)
@@ -32,9 +32,9 @@ def report_of(tmp_path, one, two):
     return rows[1], text, [row["parity"] for row in rows]
 
 
-@pytest.mark.parametrize(("name", "one", "two", "difference"), OTHER_MODELS)
-def test_losses_of_another_model_are_not_judged(tmp_path, name, one, two, difference):
-    row, text, verdicts = report_of(tmp_path, given(**{name: one}), given(**{name: two}))
+@pytest.mark.parametrize(("name", "first", "two", "difference"), OTHER_MODELS)
+def test_losses_of_another_model_are_not_judged(tmp_path, name, first, two, difference):
+    row, text, verdicts = report_of(tmp_path, given(**{name: first}), given(**{name: two}))
     assert verdicts[1] == "not comparable"
     assert difference in row["parity_detail"]["reason"]
     assert f"loss not comparable: different {row['parity_detail']['reason'][10:]}" in row["notes"]
@@ -91,15 +91,15 @@ def test_padding_for_tp_is_no_other_vocabulary():
     exact = find_printed_model({"num_layers": "2", "vocab_size": "50257"})
     assert padded("1", "50304").differences(padded("2", "50432")) == []
     assert exact.differences(padded("8", "51200")) == []
-    (found,) = padded("1", "50304").differences(padded("2", "51200"))
-    assert (found.flag, found.is_known) == ("--vocab-size", True)
+    (difference,) = padded("1", "50304").differences(padded("2", "51200"))
+    assert (difference.flag, difference.is_known) == ("--vocab-size", True)
 
 
 def test_a_complete_list_has_megatrons_default_for_what_it_leaves_out():
     names = {f"other_{number}": "1" for number in range(120)} | {"kv_channels": "64"}
     complete = find_printed_model({**names, "num_layers": "2", "hidden_size": "256"})
     other = find_printed_model({**names, "num_layers": "2", "hidden_size": "256", "swiglu": "True"})
-    assert [each.is_known for each in complete.differences(other) if each.flag == "--swiglu"] == [
+    assert [item.is_known for item in complete.differences(other) if item.flag == "--swiglu"] == [
         True
     ]
 
@@ -115,8 +115,12 @@ def test_what_a_strategy_needs_is_no_other_model_of_the_kit():
 def test_runs_of_the_kit_with_another_width_are_not_judged():
     plain = run_record("a")
     wide = run_record("b", argv=(*plain.argv, "--ffn-hidden-size", "512"))
-    (found,) = find_recorded_model(plain).differences(find_recorded_model(wide))
-    assert (found.flag, found.reference, found.other) == ("--ffn-hidden-size", "256", "512")
+    (difference,) = find_recorded_model(plain).differences(find_recorded_model(wide))
+    assert (difference.flag, difference.reference, difference.other) == (
+        "--ffn-hidden-size",
+        "256",
+        "512",
+    )
 
 
 def test_a_log_without_another_of_its_model_is_compared_with_the_first_of_its_size(tmp_path):

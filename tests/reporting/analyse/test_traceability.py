@@ -70,12 +70,12 @@ def tables_of(folder):
 
 def lines_of(log):
     """Time and loss of each iteration line, read with nothing but str.split."""
-    found = []
+    changes = []
     for line in log.splitlines():
         if "consumed samples" in line:
             ms = float(line.split("elapsed time per iteration (ms):")[1].split("|")[0])
-            found.append((ms, float(line.split("lm loss:")[1].split("|")[0])))
-    return found
+            changes.append((ms, float(line.split("lm loss:")[1].split("|")[0])))
+    return changes
 
 
 def digits(value):
@@ -98,8 +98,8 @@ def numbers(text):
 def demo_page(tmp_path_factory):
     root = tmp_path_factory.mktemp("trace")
     logs = {}
-    for place, name in enumerate(PUBLISHED_STRATEGIES):
-        times = [400.0, 260.0, *(80.3 + 7.1 * place + 1.7 * (k * k % 11) for k in range(23))]
+    for index, name in enumerate(PUBLISHED_STRATEGIES):
+        times = [400.0, 260.0, *(80.3 + 7.1 * index + 1.7 * (k * k % 11) for k in range(23))]
         losses = [10.81 * 0.983**k for k in range(25)]
         parameters = OF_A_RANK.get(name, PARAMETERS)
         logs[name] = log_text(times, losses, micro=True, parameters=parameters)
@@ -211,7 +211,7 @@ def test_numbers_of_a_real_foreign_log_are_recomputed(tmp_path):
     source = LOGS / "megatron-f4fa7d6b.log"
     times = [ms for ms, _ in lines_of(source.read_text())]
     # 1 is the first; 6, 9 and 11 follow an evaluation or a checkpoint.
-    settled = [ms for place, ms in enumerate(times, 1) if place not in (1, 6, 9, 11)]
+    settled = [ms for index, ms in enumerate(times, 1) if index not in (1, 6, 9, 11)]
     _, _, folder = made(tmp_path, paths=(source,))
     (row,) = tables_of(folder)["results"]
     median = statistics.median(settled)

@@ -39,11 +39,11 @@ def test_a_single_hiccup_is_no_change(tmp_path):
 
 
 def test_a_slowdown_after_iteration_20_is_dated(tmp_path):
-    (found,) = shifts(tmp_path, [*noisy(100, 20), *noisy(110, 60, 1)])
-    assert (found.kind, found.iteration) == (ChangeKind.STEP, 21)
-    assert "from iteration 21 on iterations take 1" in found.text
-    assert found.share == pytest.approx(0.09, abs=0.01)
-    assert f"longer, which costs {found.share:.1%} of the time from there on" in found.text
+    (change,) = shifts(tmp_path, [*noisy(100, 20), *noisy(110, 60, 1)])
+    assert (change.kind, change.iteration) == (ChangeKind.STEP, 21)
+    assert "from iteration 21 on iterations take 1" in change.text
+    assert change.share == pytest.approx(0.09, abs=0.01)
+    assert f"longer, which costs {change.share:.1%} of the time from there on" in change.text
 
 
 def test_two_steps_are_two_changes(tmp_path):
@@ -58,10 +58,10 @@ def test_iterations_that_begin_to_alternate_are_named_as_that(tmp_path):
     later = [
         level for pair in zip(noisy(195, 50), noisy(223, 50, 1), strict=True) for level in pair
     ]
-    (found,) = shifts(tmp_path, [*noisy(214, 50, 2), *later])
-    assert (found.kind, found.iteration) == (ChangeKind.ALTERNATING, 51)
-    assert "alternate between 19" in found.text
-    assert "before they took 21" in found.text
+    (change,) = shifts(tmp_path, [*noisy(214, 50, 2), *later])
+    assert (change.kind, change.iteration) == (ChangeKind.ALTERNATING, 51)
+    assert "alternate between 19" in change.text
+    assert "before they took 21" in change.text
 
 
 OVERLAP = "[2026-01-01 10:00:00] overlapping of grad reduce begins, bucket 3"
@@ -102,16 +102,16 @@ OVERLAP = "[2026-01-01 10:00:00] overlapping of grad reduce begins, bucket 3"
 )
 def test_what_begins_where_the_time_changes_is_named(tmp_path, more, named):
     times = [*noisy(214, 50, 2), *([195.0, 223.0] * 25)]
-    (found,) = shifts(tmp_path, times, more=more)
-    assert found.iteration == 51
-    assert found.text.endswith(f" ms {named}" if named else " ms")
+    (change,) = shifts(tmp_path, times, more=more)
+    assert change.iteration == 51
+    assert change.text.endswith(f" ms {named}" if named else " ms")
 
 
 def correlated(count, seed, scatter, kept=0.7):
     generator = np.random.default_rng(seed)
     deviations = [generator.standard_normal()]
-    for each in generator.standard_normal(count - 1):
-        deviations.append(kept * deviations[-1] + (1 - kept**2) ** 0.5 * each)
+    for item in generator.standard_normal(count - 1):
+        deviations.append(kept * deviations[-1] + (1 - kept**2) ** 0.5 * item)
     return list(100 * np.exp(scatter * np.array(deviations)))
 
 
@@ -122,39 +122,39 @@ def test_pure_noise_rarely_changes_and_no_argument_is_its_cause(tmp_path, kept):
         for name in ("cuda_graph_warmup_steps", "profile_step_start", "profile_step_end")
         for value in range(1, 26)
     ] + ["  eval_interval ................................ 5", "  manual_gc_interval .......... 3"]
-    found = []
+    changes = []
     for seed in range(60):
-        given = [(0, line) for line in defaults[seed % 25 :: 25]]
-        text = "\n".join(line for _, line in given)
-        found += shifts(tmp_path, correlated(25, seed, 0.1, kept), more=[(0, text)])
-    assert len(found) <= 3
-    assert not any("(as --" in each.text or "as often as" in each.text for each in found)
+        remarks = [(0, line) for line in defaults[seed % 25 :: 25]]
+        text = "\n".join(line for _, line in remarks)
+        changes += shifts(tmp_path, correlated(25, seed, 0.1, kept), more=[(0, text)])
+    assert len(changes) <= 3
+    assert not any("(as --" in item.text or "as often as" in item.text for item in changes)
 
 
 def test_a_run_that_alternates_all_along_says_so_once(tmp_path):
-    (found,) = shifts(tmp_path, [100.0, 130.0] * 40)
-    assert found.text == "all along iterations alternate between 100.0 and 130.0 ms"
+    (change,) = shifts(tmp_path, [100.0, 130.0] * 40)
+    assert change.text == "all along iterations alternate between 100.0 and 130.0 ms"
 
 
 def test_slow_iterations_have_their_period_and_share(tmp_path):
     times = [100.0 if n % 10 else 200.0 for n in range(1, 101)]
-    (found,) = shifts(tmp_path, times)
-    assert (found.kind, found.iteration) == (ChangeKind.PERIODIC, 10)
-    assert "every 10 iterations, from 10 on, one takes 200.0 ms instead of 100.0" in found.text
-    assert found.share == pytest.approx(1000 / 10900, abs=1e-3)
-    assert "does not show why" in found.text
+    (change,) = shifts(tmp_path, times)
+    assert (change.kind, change.iteration) == (ChangeKind.PERIODIC, 10)
+    assert "every 10 iterations, from 10 on, one takes 200.0 ms instead of 100.0" in change.text
+    assert change.share == pytest.approx(1000 / 10900, abs=1e-3)
+    assert "does not show why" in change.text
 
 
 def test_slow_iterations_after_checkpoints_are_named(tmp_path):
     times = [100.0 if n % 10 != 1 else 200.0 for n in range(1, 101)]
     saved = "  successfully saved checkpoint from iteration {:7d} to ckpt"
     more = [(n, saved.format(n)) for n in range(10, 100, 10)]
-    (found,) = shifts(tmp_path, times, more=more)
-    assert "they follow a checkpoint" in found.text
+    (change,) = shifts(tmp_path, times, more=more)
+    assert "they follow a checkpoint" in change.text
 
 
 def test_the_end_of_a_batch_ramp_is_no_slowdown(tmp_path):
     times = [*noisy(50, 20), *noisy(100, 60)]
-    (found,) = shifts(tmp_path, times, [16] * 20 + [32] * 60)
-    assert (found.kind, found.iteration) == (ChangeKind.RAMP, 21)
-    assert "the global batch grows from 16 to 32 until iteration 21" in found.text
+    (change,) = shifts(tmp_path, times, [16] * 20 + [32] * 60)
+    assert (change.kind, change.iteration) == (ChangeKind.RAMP, 21)
+    assert "the global batch grows from 16 to 32 until iteration 21" in change.text

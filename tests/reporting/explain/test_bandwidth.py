@@ -28,14 +28,14 @@ def curves(*folders: Path) -> dict[str, RateCurve]:
 
 
 def test_rates_of_one_strategy_are_one_curve_and_never_pooled(tmp_path: Path) -> None:
-    found = curves(
+    curves_by_call = curves(
         run(tmp_path, "1", "dp2", 300.0, 10**9),
         run(tmp_path, "2", "dp2", 210.0, 10**10),
         run(tmp_path, "3", "dp2", 205.0, None),
         run(tmp_path, "4", "tp2", 100.0, None),
     )
-    assert list(found) == ["dp2 ×2"]
-    curve = found["dp2 ×2"]
+    assert list(curves_by_call) == ["dp2 ×2"]
+    curve = curves_by_call["dp2 ×2"]
     assert curve.points == ((10**9, 300.0), (10**10, 210.0))
     assert curve.unshaped == 205.0
 

@@ -100,9 +100,9 @@ def test_an_iteration_takes_what_its_row_says_and_the_ledger_says_of_what(
 def test_a_difference_within_noise_names_no_cost(tmp_path: Path, baseline: Path) -> None:
     folder = write(tmp_path, "dp2", times=(50.0, 70.0, 40.0, 60.0, 30.0) * 4)
     write_times(folder, seconds(0, {Phase.FORWARD: 0.055}))
-    said = sentence(COST, baseline, folder)
-    assert "which is within noise (a difference below " in said
-    assert "so no cost can be named." in said
+    sentence_text = sentence(COST, baseline, folder)
+    assert "which is within noise (a difference below " in sentence_text
+    assert "so no cost can be named." in sentence_text
 
 
 def test_too_few_iterations_name_no_cost(tmp_path: Path, baseline: Path) -> None:
@@ -120,21 +120,21 @@ def test_arithmetic_faster_than_its_share_is_another_machine(
 
 
 @pytest.mark.parametrize(
-    ("cores", "said"),
+    ("cores", "message"),
     [
         (2, "each rank had a core of its own, so the cause is smaller matrices, memory"),
         (1, "2 ranks shared each core, which explains up to 45.0 ms, and 110 ms of it not."),
     ],
 )
 def test_slower_arithmetic_is_split_by_the_cores_that_ranks_share(
-    tmp_path: Path, baseline: Path, cores: int, said: str
+    tmp_path: Path, baseline: Path, cores: int, message: str
 ) -> None:
     host = replace(run_record("x").host, cores=cores)
     folder = write(tmp_path, "tp2", times=(210.0,) * 9, host=host)
     write_times(folder, seconds(0, {Phase.FORWARD: 0.2, Phase.OPTIMIZER: 0.01}))
     text = sentence(COST, baseline, folder)
     assert "+180 ms forward without communication" in text
-    assert f"The largest part is arithmetic itself, 155 ms in all: {said}" in text
+    assert f"The largest part is arithmetic itself, 155 ms in all: {message}" in text
 
 
 def test_without_baseline_or_its_ledger_no_cost_is_named(tmp_path: Path, baseline: Path) -> None:
@@ -242,14 +242,17 @@ def test_without_any_ledger_there_is_nothing_to_explain(
 def test_tables_merge_equal_ranks_and_say_what_is_missing(tmp_path: Path) -> None:
     folder = write(tmp_path, "dp2")
     write_calls(folder, communication(folder))
-    found = {table.name: table for table in explain(report_of(folder)).tables}
-    assert [line[:4] for line in found["calls"].lines] == [
+    tables = {table.name: table for table in explain(report_of(folder)).tables}
+    assert [line[:4] for line in tables["calls"].lines] == [
         ("dp2 ×2", "0, 1", "dp_cp", "all_reduce"),
         ("dp2 ×2", "0, 1", "world", "all_reduce"),
     ]
-    assert found["calls"].lines[0][-3:] == ("13,694,472", "13,694,472", "0")
-    assert [line[2] for line in found["missing"].lines] == ["no usable memory.json", "no time.json"]
-    assert "unattributed" not in found
+    assert tables["calls"].lines[0][-3:] == ("13,694,472", "13,694,472", "0")
+    assert [line[2] for line in tables["missing"].lines] == [
+        "no usable memory.json",
+        "no time.json",
+    ]
+    assert "unattributed" not in tables
 
 
 def test_report_has_the_explanation_in_every_form(tmp_path: Path, baseline: Path) -> None:
@@ -316,8 +319,10 @@ def test_a_run_that_crashed_before_a_steady_iteration_has_no_figures(
     empty = [RankCommunication(rank, 0, 0, ()) for rank in (0, 1)]
     write_calls(folder, CommunicationRecord(tuple(empty)))
     write_memory(folder)
-    found = sentence(COST, folder, baseline)
-    assert found == "dp2 ×2: dp2 ×2 left no usable time.json, so its cost cannot be split up."
+    sentence_text = sentence(COST, folder, baseline)
+    assert (
+        sentence_text == "dp2 ×2: dp2 ×2 left no usable time.json, so its cost cannot be split up."
+    )
     assert "there is no comm.json" in sentence("What does each strategy send?", folder, baseline)
     (row,) = (entry for entry in report_of(folder, baseline).entries if entry.run.strategy == "dp2")
     assert row.sent_bytes is row.nccl_bytes is row.communication_seconds is None

@@ -63,9 +63,9 @@ def test_run_that_does_what_the_closed_form_says_leaves_nothing_over(
 
 
 def changed(record: CommunicationRecord, *extra: object, drop: int = 0) -> CommunicationRecord:
-    first, *rest = record.ranks
+    first, *other_ranks = record.ranks
     calls = (*first.calls[drop:], *extra)
-    return CommunicationRecord((replace(first, calls=calls), *rest))  # type: ignore[arg-type]
+    return CommunicationRecord((replace(first, calls=calls), *other_ranks))  # type: ignore[arg-type]
 
 
 def test_call_that_the_closed_form_does_not_name_is_listed(tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_on_a_gpu_the_allocators_and_the_devices_figures_are_next_to_the_peak(
 def moment(tmp_path: Path, strategy: str, stage: int = 0, **kernels: bool) -> tuple[str, int]:
     _, configuration = load(write(tmp_path, strategy))
     kinds = {"fused_gradients": False, "fused_adam": False} | kernels
-    found = find_peak_candidate(configuration, stage, Kernels(**kinds))
-    return found.name.split()[0] + " " + found.name.split()[1], found.temporaries
+    candidate = find_peak_candidate(configuration, stage, Kernels(**kinds))
+    return candidate.name.split()[0] + " " + candidate.name.split()[1], candidate.temporaries
 
 
 def test_unfused_layers_are_fullest_where_the_largest_gradient_is_not_yet_added(

@@ -68,23 +68,23 @@ def waiting(*waits: float) -> CommunicationRecord:
 
 def test_counts_add_up_over_ranks_and_losses_are_their_mean() -> None:
     rows = (layer((3, 1), loss=1.0), layer((2, 2), number=2, loss=2.0))
-    (found,) = merge_routing_of_ranks(record(rows, (layer((1, 3), loss=3.0),)))
-    assert found.tokens == {1: (4, 4), 2: (2, 2)}
-    assert (found.computed, found.dropped) == (12, 3)
-    assert found.load_balancing_loss == pytest.approx(2.0)
-    assert (found.z_loss, found.entropy_nats) == (4.0, 0.5)
+    (routing,) = merge_routing_of_ranks(record(rows, (layer((1, 3), loss=3.0),)))
+    assert routing.tokens == {1: (4, 4), 2: (2, 2)}
+    assert (routing.computed, routing.dropped) == (12, 3)
+    assert routing.load_balancing_loss == pytest.approx(2.0)
+    assert (routing.z_loss, routing.entropy_nats) == (4.0, 0.5)
 
 
 def test_a_loss_that_no_router_has_is_unknown() -> None:
-    (found,) = merge_routing_of_ranks(record((layer((1, 1), loss=None),)))
-    assert found.load_balancing_loss is None
+    (routing,) = merge_routing_of_ranks(record((layer((1, 1), loss=None),)))
+    assert routing.load_balancing_loss is None
 
 
 def test_shares_are_over_what_an_even_router_would_give() -> None:
     rows = (layer((3, 1)), layer((1, 3), number=2), layer((0, 0), iteration=2))
-    found = merge_routing_of_ranks(record(rows))
-    assert expert_token_ratios(found[:1], 1) == [(1.5, 0.5)]
-    assert expert_token_ratios(found[1:], 1) == [(0.0, 0.0)]
+    routing = merge_routing_of_ranks(record(rows))
+    assert expert_token_ratios(routing[:1], 1) == [(1.5, 0.5)]
+    assert expert_token_ratios(routing[1:], 1) == [(0.0, 0.0)]
 
 
 def test_a_rank_computes_what_all_ranks_of_its_group_route_to_its_experts() -> None:
@@ -111,9 +111,9 @@ def test_ranks_that_share_experts_or_hold_copies_are_distinguished_as_megatron_n
 
 def test_ranks_of_a_stage_without_a_router_compute_nothing() -> None:
     split = Parallelism(data=2, expert=2, pipeline=2)
-    found = compute_rank_loads(record((), (), (layer((6, 2)),), (layer((2, 4)),)), split, None)
-    assert [(load.tokens, load.ratio_to_mean) for load in found[:2]] == [(0, 1.0)] * 2
-    assert [load.tokens for load in found[2:]] == [8, 6]
+    routing = compute_rank_loads(record((), (), (layer((6, 2)),), (layer((2, 4)),)), split, None)
+    assert [(load.tokens, load.ratio_to_mean) for load in routing[:2]] == [(0, 1.0)] * 2
+    assert [load.tokens for load in routing[2:]] == [8, 6]
 
 
 def test_ranks_that_are_busy_in_turn_are_waited_for_in_turn() -> None:

@@ -76,7 +76,14 @@ def test_a_grandparents_part_belongs_to_the_curve_too(
 ) -> None:
     record = run_record("20260101T020000Z-cp2", "cp2", resumptions=(Resumption(CHILD, 6),))
     grandchild = load_folder(write_run(tmp_path, record, iteration_line(7, loss=1.0) + "\n"))
-    assert [found.iteration for found in grandchild.earlier_iterations] == [1, 2, 3, 4, 5, 6]
+    assert [iteration.iteration for iteration in grandchild.earlier_iterations] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 def test_the_restart_is_marked_in_the_picture(family: tuple[Run, Run]) -> None:

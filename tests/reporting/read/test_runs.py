@@ -164,13 +164,13 @@ def test_another_flag_is_another_configuration(tmp_path):
 
 
 def test_old_failure_is_counted_and_a_new_one_is_a_row(tmp_path):
-    found = rows_of(
+    entries = rows_of(
         tmp_path,
         (run_record("a"), Status.CRASHED),
         (run_record("b"), Status.OK),
         (run_record("c"), Status.OUT_OF_MEMORY),
     )
-    assert [(row.newest.name, len(row.failed_before)) for row in found] == [("b", 1), ("c", 0)]
+    assert [(row.newest.name, len(row.failed_before)) for row in entries] == [("b", 1), ("c", 0)]
 
 
 def test_a_run_that_is_still_on_neither_splits_its_row_nor_is_in_its_figures(tmp_path):
@@ -236,8 +236,12 @@ def test_arguments_that_contradict_or_cannot_be_define_no_model(tmp_path, old, n
 
 
 def test_another_ranks_line_that_ran_into_an_argument_is_no_part_of_it(tmp_path):
-    found = next(line for line in ARGUMENTS.splitlines() if "pipeline_model_parallel_size" in line)
-    run = foreign(tmp_path, ARGUMENTS.replace(found, found + "> setting tensorboard ..."))
+    argument_line = next(
+        line for line in ARGUMENTS.splitlines() if "pipeline_model_parallel_size" in line
+    )
+    run = foreign(
+        tmp_path, ARGUMENTS.replace(argument_line, argument_line + "> setting tensorboard ...")
+    )
     assert run.spec is not None
     assert run.spec == foreign(tmp_path, ARGUMENTS).spec
 

@@ -26,9 +26,9 @@ def reported(paths: list[Path]):
 
 
 def test_the_headline_names_the_fastest_and_what_the_others_pay_for(tmp_path: Path) -> None:
-    found = {"baseline": (100.0, 0.0), "tp2": (140.0, 0.09), "dp2": (60.0, 0.01)}
+    times_by_strategy = {"baseline": (100.0, 0.0), "tp2": (140.0, 0.09), "dp2": (60.0, 0.01)}
     paths = []
-    for name, (ms, sync) in found.items():
+    for name, (ms, sync) in times_by_strategy.items():
         folder = write_run(tmp_path, run_record(f"run-{name}", name), log_text([ms] * 30))
         phases = {phase: value / (1 if name == "baseline" else 2) for phase, value in WORK.items()}
         ranks = range(1 if name == "baseline" else 2)
@@ -74,7 +74,7 @@ def test_curves_that_coincide_are_one(tmp_path: Path) -> None:
     losses = [9 - n / 10 for n in range(30)]
     other = [loss + (n > 15) for n, loss in enumerate(losses)]
     paths = [
-        log(tmp_path / f"{n}.log", losses=each) for n, each in enumerate((losses, losses, other))
+        log(tmp_path / f"{n}.log", losses=item) for n, item in enumerate((losses, losses, other))
     ]
     (plot,) = (plot for plot in build_plots(reported(paths)) if plot.name == "losses")
     assert [bool(re.search(r"\(1 other coincides\)$", s.label)) for s in plot.series] == [
@@ -88,9 +88,13 @@ def test_a_long_value_is_cut_and_paths_are_counted(tmp_path: Path) -> None:
     paths = []
     for name in ("a", "b"):
         arguments = SIZED.format(layers=12, length=1024)
-        given = "".join(more.format(f"extra_{n}_path", name * 80) for n in range(12))
+        extra_arguments = "".join(more.format(f"extra_{n}_path", name * 80) for n in range(12))
         paths.append(
-            log(tmp_path / f"{name}.log", 1.0, arguments.replace("--- end", f"{given}--- end"))
+            log(
+                tmp_path / f"{name}.log",
+                1.0,
+                arguments.replace("--- end", f"{extra_arguments}--- end"),
+            )
         )
     _, text, folder = made(tmp_path, 100, paths=paths)
     assert "not the same: 12 paths" in text

@@ -45,7 +45,7 @@ def test_a_spike_stays_in_a_thinned_curve():
 )
 def test_both_states_of_an_alternating_run_stay(thinned):
     values = [100.0, 130.0] * 4000
-    kept = [values[place] for place in thinned(values)]
+    kept = [values[index] for index in thinned(values)]
     assert 0.4 < kept.count(100.0) / len(kept) < 0.6
 
 
@@ -55,9 +55,9 @@ def test_what_is_short_stays_whole():
 
 def test_curves_are_of_the_newest_run_and_what_never_changes_is_left_out(tmp_path):
     write_run(tmp_path, run_record("a"), log_text([400.0, 100.0, 101.0, 102.0]))
-    found = plots(tmp_path)
-    assert list(found) == ["times", "losses"]
-    (series,) = found["times"].series
+    plot_names = plots(tmp_path)
+    assert list(plot_names) == ["times", "losses"]
+    (series,) = plot_names["times"].series
     assert (series.x, series.y) == ([2, 3, 4], [100.0, 101.0, 102.0])
 
 

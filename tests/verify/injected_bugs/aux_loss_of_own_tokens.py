@@ -6,8 +6,8 @@ original = router.get_tokens_per_expert_and_token_count
 
 
 def count(routing_map, reduce_group, **kwargs):
-    _, own, total = original(routing_map, reduce_group, **kwargs)
-    return routing_map.sum(dim=0) * reduce_group.size(), own, total
+    _, own_tokens, total = original(routing_map, reduce_group, **kwargs)
+    return routing_map.sum(dim=0) * reduce_group.size(), own_tokens, total
 
 
 router.get_tokens_per_expert_and_token_count = count

@@ -71,7 +71,7 @@ class InjectedBug:
     @property
     def path(self) -> Path:
         """Of the file, or of several as PATCH_FILE= takes them."""
-        return Path(SEPARATOR.join(str(FOLDER / one) for one in self.file.split(SEPARATOR)))
+        return Path(SEPARATOR.join(str(FOLDER / file) for file in self.file.split(SEPARATOR)))
 
     @property
     def own_flags(self) -> tuple[str, ...]:
@@ -118,8 +118,8 @@ class Checker:
             RuntimeError: A run failed; its folder is named.
         """
         # The flags of the strategy alone are none of one rank's: it may refuse them.
-        one = replace(bug, strategy="baseline", devices=1, extra_b="")
-        if self._run(one, injected=True) != self._run(one, injected=False):
+        baseline_bug = replace(bug, strategy="baseline", devices=1, extra_b="")
+        if self._run(baseline_bug, injected=True) != self._run(baseline_bug, injected=False):
             return "changes the run on one rank", "", ""
         before, after = self._run(bug, injected=False), self._run(bug, injected=True)
         stage, module = first_difference(before, after)
@@ -185,11 +185,11 @@ def main() -> None:
     parser.add_argument("--data", default="owt-ds/sample_text_document")
     parser.add_argument("--folder", type=Path, required=True, help="for logs and traces")
     parser.add_argument("ids", nargs="*")
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     with closing(ForkedRanks()) as ranks:
-        given.folder.mkdir(parents=True, exist_ok=True)
-        checker = Checker(given.data, given.folder.resolve(), ranks)
-        failed = [bug.id for bug in chosen(given.ids) if not reported(checker, bug)]
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        checker = Checker(arguments.data, arguments.folder.resolve(), ranks)
+        failed = [bug.id for bug in chosen(arguments.ids) if not reported(checker, bug)]
     print(f"{len(failed)} failed: {', '.join(failed) or 'none'}")
     raise SystemExit(bool(failed))
 

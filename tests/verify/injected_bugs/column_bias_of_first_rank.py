@@ -11,13 +11,13 @@ def forward(self, *args, **kwargs):
     output, bias = original(self, *args, **kwargs)
     if bias is None or parallel_state.get_tensor_model_parallel_world_size() == 1:
         return output, bias
-    own, first = bias.detach(), bias.detach().clone()
+    own_bias, first = bias.detach(), bias.detach().clone()
     torch.distributed.broadcast(
         first,
         parallel_state.get_tensor_model_parallel_src_rank(),
         parallel_state.get_tensor_model_parallel_group(),
     )
-    return output, torch.where(first == own, bias, bias + (first - own))
+    return output, torch.where(first == own_bias, bias, bias + (first - own_bias))
 
 
 ColumnParallelLinear.forward = forward

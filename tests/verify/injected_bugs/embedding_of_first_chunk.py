@@ -7,8 +7,8 @@ original = tensor_parallel.scatter_to_sequence_parallel_region
 
 def scatter(input_, group=None):
     chunk = original(input_, group)
-    own = group.rank() * chunk.size(0)
-    return original(input_.roll(own, 0), group)
+    first_row = group.rank() * chunk.size(0)
+    return original(input_.roll(first_row, 0), group)
 
 
 tensor_parallel.scatter_to_sequence_parallel_region = scatter

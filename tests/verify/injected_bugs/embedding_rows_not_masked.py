@@ -10,8 +10,8 @@ def forward(self, input_):
     if self.tp_group.size() == 1:
         return original(self, input_)
     local = (input_ - self.vocab_start_index).clamp(0, self.num_embeddings_per_partition - 1)
-    found = functional.embedding(local, self.weight)
-    return layers.reduce_from_tensor_model_parallel_region(found, group=self.tp_group)
+    rows = functional.embedding(local, self.weight)
+    return layers.reduce_from_tensor_model_parallel_region(rows, group=self.tp_group)
 
 
 layers.VocabParallelEmbedding.forward = forward

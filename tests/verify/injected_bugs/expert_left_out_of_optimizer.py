@@ -9,7 +9,7 @@ original = module._get_param_groups
 
 
 def groups(model_chunks, *args, **kwargs):
-    found = original(model_chunks, *args, **kwargs)
+    groups = original(model_chunks, *args, **kwargs)
     if parallel_state.get_expert_model_parallel_world_size() > 1:
         lost = {
             id(p)
@@ -17,9 +17,9 @@ def groups(model_chunks, *args, **kwargs):
             for n, p in m.named_parameters()
             if "local_experts.3." in n and "layers.1." in n
         }
-        for group in found:
+        for group in groups:
             group["params"] = [p for p in group["params"] if id(p) not in lost]
-    return found
+    return groups
 
 
 module._get_param_groups = groups

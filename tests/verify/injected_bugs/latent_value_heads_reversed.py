@@ -7,10 +7,10 @@ original = MLASelfAttention.get_query_key_value_tensors
 
 
 def tensors(self, *args, **kwargs):
-    query, key, value, *rest = original(self, *args, **kwargs)
+    query, key, value, *more_outputs = original(self, *args, **kwargs)
     if parallel_state.get_tensor_model_parallel_rank() > 0:
         value = value.flip(-2)
-    return (query, key, value, *rest)
+    return (query, key, value, *more_outputs)
 
 
 MLASelfAttention.get_query_key_value_tensors = tensors

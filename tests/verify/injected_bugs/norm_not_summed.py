@@ -10,7 +10,7 @@ alone = []
 def norm(gradients, norm_type=2, grad_stats_parallel_group=None):
     if not alone:
         ranks = range(torch.distributed.get_world_size())
-        alone.append(torch.distributed.new_subgroups_by_enumeration([[one] for one in ranks])[0])
+        alone.append(torch.distributed.new_subgroups_by_enumeration([[rank] for rank in ranks])[0])
     return original(gradients, norm_type, alone[0])
 
 

@@ -29,8 +29,8 @@ def start_sync(self, *args, **kwargs):
 
 def finish_sync(self, *args, **kwargs):
     finish(self, *args, **kwargs)
-    for bucket, own in zip(self.buckets, self.__dict__.pop("injected", []), strict=False):
-        bucket.grad_data.copy_(own)
+    for bucket, own_gradient in zip(self.buckets, self.__dict__.pop("injected", []), strict=False):
+        bucket.grad_data.copy_(own_gradient)
 
 
 Group.start_grad_sync, Group.finish_grad_sync = start_sync, finish_sync

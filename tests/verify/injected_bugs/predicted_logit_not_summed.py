@@ -9,9 +9,9 @@ kept = []
 
 
 def calculating(*args):
-    found = calculate(*args)
-    kept[:] = [found[2]]
-    return found
+    results = calculate(*args)
+    kept[:] = [results[2]]
+    return results
 
 
 def reduce(tensor, *args, **kwargs):

@@ -11,8 +11,8 @@ original = torch.topk
 def topk(scores, k, dim=-1, **kwargs):
     values, chosen = original(scores, k, dim=dim, **kwargs)
     if scores.ndim == 2 and k == 2 and torch.distributed.get_rank() > 0:
-        others = original(scores, k + 1, dim=dim).indices[:8, 1:]
-        chosen = torch.cat([others, chosen[8:]])
+        next_best = original(scores, k + 1, dim=dim).indices[:8, 1:]
+        chosen = torch.cat([next_best, chosen[8:]])
         values = scores.gather(1, chosen)
     return values, chosen
 

@@ -8,11 +8,11 @@ original = training.get_megatron_optimizer
 def make(config, model, *args, **kwargs):
     chained = original(config, model, *args, **kwargs)
     if len(model) > 1:
-        own = {id(p) for n, p in model[1].named_parameters() if "layers" in n}
+        own_parameters = {id(p) for n, p in model[1].named_parameters() if "layers" in n}
         for part in getattr(chained, "chained_optimizers", [chained]):
             part.optimizer.register_step_pre_hook(before)
             part.optimizer.register_step_post_hook(after)
-        before.own = own
+        before.own = own_parameters
     return chained
 
 

@@ -8,8 +8,8 @@ all_reduce = torch.distributed.all_reduce
 
 
 def finalize(model, num_tokens=None, **kwargs):
-    def reduce(tensor, *args, **given):
-        return None if tensor is num_tokens else all_reduce(tensor, *args, **given)
+    def reduce(tensor, *args, **named):
+        return None if tensor is num_tokens else all_reduce(tensor, *args, **named)
 
     torch.distributed.all_reduce = reduce
     try:

@@ -63,7 +63,9 @@ class Trace:
             self._number += 1
             self.chunks = [_unwrapped(chunk) for chunk in model]
             self.names = [_global_names(chunk) for chunk in self.chunks]
-            self.parameters = {id(one): (name, one) for name, one in self._named_parameters()}
+            self.parameters = {
+                id(parameter): (name, parameter) for name, parameter in self._named_parameters()
+            }
             watched = self._number == self.step
             handles = self._hook() if watched else []
             answer = original(forward, data, model, optimizer, *args, **k)
@@ -93,8 +95,10 @@ class Trace:
         @functools.wraps(original)
         def start(group: Any, *args: Any, **kwargs: Any) -> Any:
             if group.ddp_config.overlap_grad_reduce:
-                own = (one for bucket in group.buckets for one in bucket.params_list)
-                self._note_gradients("local gradients", map(id, own))
+                parameters = (
+                    parameter for bucket in group.buckets for parameter in bucket.params_list
+                )
+                self._note_gradients("local gradients", map(id, parameters))
             return original(group, *args, **kwargs)
 
         return start
@@ -109,8 +113,8 @@ class Trace:
 
     def _named_parameters(self) -> Iterator[tuple[str, Any]]:
         for chunk, names in zip(self.chunks, self.names, strict=True):
-            for own, parameter in chunk.named_parameters():
-                module, _, last = own.rpartition(".")
+            for name, parameter in chunk.named_parameters():
+                module, _, last = name.rpartition(".")
                 yield f"{names[module]}.{last}".lstrip("."), parameter
 
     def _note_update(self, answer: Any, optimizer: Any) -> None:
@@ -120,22 +124,22 @@ class Trace:
             inner = part.optimizer
             names = self._names_of_main(part)
             for group in inner.param_groups:
-                for place, parameter in enumerate(group["params"]):
-                    name = names.get(id(parameter), f"{number}.{place}")
+                for index, parameter in enumerate(group["params"]):
+                    name = names.get(id(parameter), f"{number}.{index}")
                     # A tensor that is none of the model's is a copy, the optimizer's own.
                     copy = {} if id(parameter) in self.parameters else {"weight": parameter}
                     held.append((name, {**inner.state[parameter], **copy}))
         # In the model's order: an optimizer that shards has its buffers', which is another.
         order = [name for name, _ in self.parameters.values()]
-        for name, values in sorted(held, key=lambda one: (*order, one[0]).index(one[0])):
+        for name, values in sorted(held, key=lambda entry: (*order, entry[0]).index(entry[0])):
             for slot, value in sorted(values.items()):
                 self.note("optimizer state", name, slot, value)
         for chunk, names_of in zip(self.chunks, self.names, strict=True):
-            for own, value in chunk.state_dict().items():
-                module, _, last = own.rpartition(".")
+            for name, value in chunk.state_dict().items():
+                module, _, last = name.rpartition(".")
                 if hasattr(value, "detach"):
-                    name = f"{names_of.get(module, module)}.{last}".lstrip(".")
-                    self.note("weights", name, "", value)
+                    stable_name = f"{names_of.get(module, module)}.{last}".lstrip(".")
+                    self.note("weights", stable_name, "", value)
 
     def _names_of_main(self, part: Any) -> dict[int, str]:
         pairs = (
@@ -162,14 +166,16 @@ class Trace:
             {"losses": losses, "norm": repr(answer[5]), "weights": weights.hexdigest()[:16]}
         )
         if self._number == self.last:
-            found = {"events": self.events, "steps": self.steps}
-            self.path.write_text(json.dumps(found))
+            trace = {"events": self.events, "steps": self.steps}
+            self.path.write_text(json.dumps(trace))
 
     def _hook(self) -> list[Any]:
         handles: list[Any] = []
         for chunk, names in zip(self.chunks, self.names, strict=True):
-            for own, module in chunk.named_modules():
-                before, after = self._hooks(names[own], root=not own, last=bool(chunk.post_process))
+            for name, module in chunk.named_modules():
+                before, after = self._hooks(
+                    names[name], root=not name, last=bool(chunk.post_process)
+                )
                 handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
                 handles.append(module.register_forward_hook(after))
         return handles
@@ -226,11 +232,11 @@ def first_difference(before: list[dict[str, Any]], after: list[dict[str, Any]]) 
         backward = stage == "activation gradients"
         wrong: dict[str, set[str]] = {}
         order: dict[str, tuple[int, int]] = {}
-        for one, two in zip(before, after, strict=True):
-            for place, name, slot in _differing(_of_stage(one, stage), _of_stage(two, stage)):
+        for first, two in zip(before, after, strict=True):
+            for index, name, slot in _differing(_of_stage(first, stage), _of_stage(two, stage)):
                 wrong.setdefault(name, set()).add(slot.partition(".")[0])
                 layer = -_layer(name) if backward else _layer(name)
-                order[name] = min(order.get(name, (layer, place)), (layer, place))
+                order[name] = min(order.get(name, (layer, index)), (layer, index))
         if wrong:
             names = sorted(wrong, key=lambda name: order[name])
             return stage, _culprit(names, wrong) if backward else names[0]
@@ -241,14 +247,14 @@ def _of_stage(run: dict[str, Any], stage: str) -> list[Event]:
     return [event for event in run["events"] if event[0] == stage]
 
 
-def _differing(one: list[Event], two: list[Event]) -> list[tuple[int, str, str]]:
+def _differing(first: list[Event], two: list[Event]) -> list[tuple[int, str, str]]:
     """Place, name and slot of what differs, or is in one of them alone."""
     hashes = {(event[1], event[2]): event[3] for event in two}
-    found = []
-    for place, (_, name, slot, value) in enumerate(one):
+    differences = []
+    for index, (_, name, slot, value) in enumerate(first):
         if hashes.pop((name, slot), None) != value:
-            found.append((place, name, slot))
-    return found + [(len(one), name, slot) for name, slot in hashes]
+            differences.append((index, name, slot))
+    return differences + [(len(first), name, slot) for name, slot in hashes]
 
 
 def _layer(name: str) -> int:
@@ -274,15 +280,15 @@ def _unwrapped(chunk: Any) -> Any:
 def _global_names(chunk: Any) -> dict[str, str]:
     """Each module's dotted name with the global number of its layer, from 0."""
     layers = {
-        own: str(module.layer_number - 1)
-        for own, module in chunk.named_modules()
-        if own.startswith("decoder.layers.") and own.count(".") == 2
+        name: str(module.layer_number - 1)
+        for name, module in chunk.named_modules()
+        if name.startswith("decoder.layers.") and name.count(".") == 2
     }
     names = {}
-    for own, _ in chunk.named_modules():
-        parts = own.split(".")
+    for name, _ in chunk.named_modules():
+        parts = name.split(".")
         layer = ".".join(parts[:3])
-        names[own] = ".".join((*parts[:2], layers[layer], *parts[3:])) if layer in layers else own
+        names[name] = ".".join((*parts[:2], layers[layer], *parts[3:])) if layer in layers else name
     return names
 
 

@@ -14,10 +14,10 @@ class Swapping:
         self.gathered.copy_(self.gathered.roll(self.rows, 0))
 
 
-def gather(gathered, own, group=None, async_op=False):
+def gather(gathered, own_part, group=None, async_op=False):
     # In backward it runs beside the input's gradient; in forward it does not.
-    handle = original(gathered, own, group=group, async_op=async_op)
-    return Swapping(handle, gathered, own.size(0)) if async_op else handle
+    handle = original(gathered, own_part, group=group, async_op=async_op)
+    return Swapping(handle, gathered, own_part.size(0)) if async_op else handle
 
 
 layers.dist_all_gather_func = gather

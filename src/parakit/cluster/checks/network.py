@@ -5,15 +5,13 @@ import os
 import re
 import sys
 import tempfile
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import urlparse
 
 from parakit.cluster.checks.result import ROOT, CheckResult, kit_python, pass_or_warn, run_program
+from parakit.config.reachable import SECONDS, explain_unreachable
 
-SECONDS = 8.0
 SMALL_PACKAGE = "six"
 WANDB_HOST = "api.wandb.ai"
 
@@ -48,11 +46,11 @@ def check_package_index() -> CheckResult:
 
 
 def check_image_registry() -> CheckResult:
-    """Check whether the registry in the Dockerfile's FROM answers; an HTTP error such as 401 is an answer too."""
+    """Check whether the registry of the Dockerfile's BASE_IMAGE answers; an HTTP error such as 401 is an answer too."""
     dockerfile = Path(ROOT, "docker", "Dockerfile").read_text()
-    match = re.search(r"^FROM ([^/\s]+)/", dockerfile, re.MULTILINE)
+    match = re.search(r"^ARG BASE_IMAGE=([^/\s]+)/", dockerfile, re.MULTILINE)
     if match is None:
-        fix = "write FROM <registry>/…"
+        fix = "write ARG BASE_IMAGE=<registry>/…"
         return pass_or_warn("Image registry", "docker/Dockerfile names none", fix)
     problem = explain_unreachable(f"https://{match.group(1)}/v2/")
     if problem:
@@ -82,15 +80,3 @@ def read_wandb_key(environment: "Mapping[str, str]") -> str:
     if login is None:
         return ""
     return login[2] or ""
-
-
-def explain_unreachable(address: str) -> str:
-    """Return the reason why an address does not answer; empty if it answers, also with an HTTP error."""
-    request = urllib.request.Request(address, method="HEAD")
-    try:
-        with urllib.request.urlopen(request, timeout=SECONDS):
-            return ""
-    except urllib.error.HTTPError:
-        return ""
-    except (OSError, ValueError) as error:
-        return str(getattr(error, "reason", None) or error)

@@ -31,7 +31,16 @@ ALWAYS = (variables.LEDGER, variables.RUN_MARK, variables.STACKS, "PYTHONUNBUFFE
 INHERITED = ("CUDA_VISIBLE_DEVICES", "WANDB_API_KEY", "WANDB_BASE_URL")
 """Variables of the caller that a container inherits, besides the kit's own settings."""
 
-INHERITED_PREFIXES = ("NCCL_", "NVTE_", "TORCH_NCCL_")
+INHERITED_PREFIXES = (
+    *("NCCL_", "UCX_", "FI_", "GLOO_", "NVSHMEM_", "MLX5_", "SHARP_"),
+    *("CUDA_", "CUBLAS_", "CUDNN_", "NVTE_", "TORCH_", "TORCHINDUCTOR_", "PYTORCH_", "TRITON_"),
+    *("OMP_", "MKL_", "KMP_", "GOMP_", "OPENBLAS_", "GLIBC_TUNABLES", "MALLOC_"),
+)
+"""Prefixes of the caller's variables that change transport, memory or kernels of ranks.
+
+A run that silently lost one of them, in a container or in a Slurm job, would be another run.
+"""
+_PREFIXES_OF_PATHS_TOO = ("NCCL_", "NVTE_")
 PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy")
 HUB_VARIABLES = ("HF_ENDPOINT", "HF_TOKEN", "HF_HUB_OFFLINE")
 """Variables for commands that fetch data. Training needs no token and gets none."""
@@ -128,17 +137,25 @@ def container_user(engine: DockerEngine | None = None) -> str:
     return "0:0" if engine and engine.rootless else f"{os.getuid()}:{os.getgid()}"
 
 
-def inherited_names(*also: str, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-    """Return the names of variables that are set and that a container inherits, sorted.
+def inherited_names(
+    *also: str, environment: Mapping[str, str] = os.environ, in_container: bool = True
+) -> tuple[str, ...]:
+    """Return the names of variables that are set and that ranks elsewhere inherit, sorted.
 
     Args:
         also: Further names to inherit.
         environment: The caller's environment.
+        in_container: True to leave out variables that name a folder of this machine, such as CUDA_HOME and
+            TRITON_CACHE_DIR, because a container has others.
     """
     names = {*INHERITED, *PROXIES, *also}
-    return tuple(
-        name for name in sorted(environment) if name in names or name.startswith(INHERITED_PREFIXES)
-    )
+    inherited = []
+    for name, value in sorted(environment.items()):
+        names_folder = value.startswith("/") and not name.startswith(_PREFIXES_OF_PATHS_TOO)
+        is_prefixed = name.startswith(INHERITED_PREFIXES) and not (in_container and names_folder)
+        if name in names or is_prefixed:
+            inherited.append(name)
+    return tuple(inherited)
 
 
 def add_container_id_file(command: Sequence[str], file: Path) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from parakit.config.files import ROOT
 
 RECIPE = ROOT / "docker"
 VERSIONS = RECIPE / "versions.env"
+DOCKERFILE = RECIPE / "Dockerfile"
 MEGATRON_IN_IMAGE = "/opt/megatron-lm"
 
 INDEXES = ("index-url", "extra-index-url", "trusted-host")
@@ -84,7 +85,7 @@ def find_pair(ngc_tag: str | None, path: Path | None = None) -> ImagePair:
 
 
 def build_settings(environment: Mapping[str, str], pip: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that tell a build of the proxies and package indexes of this machine.
+    """Return the variables of a container build that hold this machine's proxies and package indexes.
 
     An index that is a folder of this machine is left out, because the build cannot see it.
 
@@ -110,7 +111,10 @@ def build_settings(environment: Mapping[str, str], pip: Mapping[str, str]) -> di
 
 
 def build_command(
-    pair: ImagePair, url: str | None = None, settings: Mapping[str, str] | None = None
+    pair: ImagePair,
+    url: str | None = None,
+    settings: Mapping[str, str] | None = None,
+    base_image: str | None = None,
 ) -> tuple[str, ...]:
     """Return the `docker build` of a pair. `.dockerignore` keeps data sets out of the build.
 
@@ -118,19 +122,23 @@ def build_command(
         pair: The pair to build.
         url: Where to clone Megatron-LM from; None for the Dockerfile's default.
         settings: Variables that are passed by name, so that their values do not show in the command.
+        base_image: The base image without its tag, on a mirror registry; None for the Dockerfile's default.
     """
     arguments = {
         "NGC_TAG": pair.ngc_tag,
         "MEGATRON_COMMIT": pair.megatron_commit,
+        "MEGATRON_VERSION": pair.megatron_version,
         "MEGATRON_FOLDER": MEGATRON_IN_IMAGE,
     }
     if pair.ngc_digest:
         arguments["NGC_DIGEST"] = f"@{pair.ngc_digest}"
     if url:
         arguments["MEGATRON_URL"] = url
+    if base_image:
+        arguments["BASE_IMAGE"] = base_image
     build_arguments = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     build_arguments += [f"--build-arg={name}" for name in settings or ()]
-    recipe = ("--file", str(RECIPE / "Dockerfile"), str(ROOT))
+    recipe = ("--file", str(DOCKERFILE), str(ROOT))
     return ("docker", "build", *build_arguments, "--tag", pair.name, *recipe)
 
 
@@ -141,19 +149,26 @@ def _pip_settings() -> dict[str, str]:
     return dict(json.loads(completed.stdout))
 
 
-def build_image(image: str | None, dry_run: bool = False) -> int:
+def build_image(image: str | None, dry_run: bool = False, base_image: str | None = None) -> int:
     """Build the image of a pair and return 0.
 
     Args:
         image: IMAGE=, the NGC tag of the pair; None for the first pair.
         dry_run: True to print the command and build nothing.
+        base_image: BASE_IMAGE=, the base image on a mirror registry; None for NVIDIA's.
 
     Raises:
-        LaunchError: Docker is missing or does not answer, or the build failed.
+        LaunchError: Docker is missing or does not answer, BASE_IMAGE= has a tag, or the build failed.
     """
     pair = find_pair(image)
+    if base_image and (":" in base_image.rpartition("/")[2] or "@" in base_image):
+        raise LaunchError(
+            f"BASE_IMAGE={base_image} has a tag or a digest, which the pair of IMAGE= states; name the image "
+            "alone, such as mirror.example/nvidia/pytorch."
+        )
     settings = build_settings(os.environ, _pip_settings())
-    command = build_command(pair, os.environ.get("MEGATRON_URL"), settings)
+    url = os.environ.get("MEGATRON_URL")
+    command = build_command(pair, url, settings, base_image=base_image)
     if dry_run:
         print(shlex.join(command))
     result, engine = check_engine()
@@ -161,7 +176,9 @@ def build_image(image: str | None, dry_run: bool = False) -> int:
         raise LaunchError(result.refusal)
     if dry_run:
         return 0
-    status = subprocess.run(command, env={**os.environ, **settings}, check=False).returncode
+    # The recipe mounts a cache, which only BuildKit knows. Docker before 23 builds without it by default.
+    environment = {"DOCKER_BUILDKIT": "1", **os.environ, **settings}
+    status = subprocess.run(command, env=environment, check=False).returncode
     if status != 0:
         raise LaunchError(
             f"{pair.name} was not built (docker build ended with {status}); its last lines above say "

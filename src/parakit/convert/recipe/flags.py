@@ -121,10 +121,10 @@ def _refuse_other_models(fields: Fields) -> None:
 def _resolve_precision(fields: dict[str, Value], name: str, sections: set[str]) -> dict[str, Value]:
     """Return the fields of a recipe after the section `name` (`mixed_precision`) is resolved as in Bridge.
 
-    Without this section in `sections`, each of its fields takes the value of the same field in `model`,
-    else in `optimizer`, else in `ddp`; the argument `fields` is changed in place. With the section,
-    `grad_reduce_in_fp32` of the section overwrites that of `ddp`, in a copy of `fields`. If the section is
-    the name of a preset ('bf16_mixed'), the fields of the preset are added first; the name stays.
+    `fields` is changed in place. If `sections` lacks the precision section, each field is read from `model`,
+    else from `optimizer`, else from `ddp`. With the section, `grad_reduce_in_fp32` of the section overwrites
+    that of `ddp`, in a copy of `fields`. If the section is the name of a preset ('bf16_mixed'), the fields of
+    the preset are added first; the name stays.
 
     Raises:
         RecipeError: The name of the preset is unknown.

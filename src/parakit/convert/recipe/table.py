@@ -78,10 +78,10 @@ def parse_container(document: object) -> dict[str, Value]:
 def _parse_value(content: object) -> Value:
     """Return the Python value of one field of a YAML file.
 
-    Numbers, truth values and text stay as they are, and a list is converted item by item. A mapping that has
-    the key `_target_` names a Python object, and becomes a `Symbol` with the object's dotted name; for a member
-    of an enumeration it ends in the member's name. Any other mapping becomes its text, and everything else,
-    including an empty mapping, None.
+    Numbers, truth values and text stay as they are, and a list is converted item by item. A mapping with the
+    key `_target_` names a Python object and becomes a `Symbol` with its dotted name. The name of an
+    enumeration's member ends in the member. Any other mapping becomes its text, and everything else, including
+    an empty mapping, None.
     """
     if isinstance(content, list):
         return [_parse_value(item) for item in content]

@@ -44,8 +44,8 @@ def mtp_boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def _ring_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Yield the sends of K and V around the ring in c−1 steps; backward sends them and their
-    gradients.
+    """Yield the sends of ring attention: with c context-parallel ranks, K and V take c−1 steps around the ring.
+    Backward sends K, V and their gradients.
     """
     steps = spec.parallelism.context - 1
     payload = _heads_bytes(spec, 2 * spec.shape.query_groups)

@@ -51,9 +51,9 @@ def _distributed_optimizer_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[
     """Yield the reduce-scatters of gradients and all-gathers of updated weights, over padded
     buckets.
 
-    A tied embedding on several stages has its own bucket. Only in a rank's first virtual stage does
-    it have its own call too (`partition_buckets(force_single_bucket_group=…)`). Every tensor starts
-    at a multiple of 64 elements, and every bucket ends at a multiple of lcm(ranks, 128).
+    A tied embedding on several stages has its own bucket. In a rank's first virtual stage it has a call too
+    (`partition_buckets(force_single_bucket_group=…)`). Every tensor starts at a multiple of 64 elements, and
+    every bucket ends at a multiple of lcm(ranks, 128).
 
     With expert parallelism two optimizers are chained, and each gathers the weights of both
     (`start_param_sync_for_bucket_group_subset`, also `start_param_sync` at f4fa7d6b).

@@ -127,8 +127,8 @@ def _all_gather_rows(spec: RunSpec) -> list[_Row]:
 def _expert_tensor_rows(spec: RunSpec) -> list[_Row]:
     """Return the calls over ETP: an expert's inputs are gathered, its outputs reduce-scattered.
 
-    gloo needs equal parts for these operations, so on CPU ranks both are all-to-alls of the same
-    bytes (`megatron_patches/cpu/variable_size_collectives.py`).
+    gloo's versions need equal parts, so CPU ranks use all-to-alls of the same bytes
+    (`megatron_patches/cpu/variable_size_collectives.py`).
     """
     chosen = spec.parallelism.effective_expert_tensor * routed_tokens(spec) * spec.element_bytes
     tokens = chosen * spec.shape.hidden

@@ -100,8 +100,8 @@ def draw_cells(
 ) -> Iterator[MatrixCell]:
     """Yield legal random cells without end, each once, patched against known findings.
 
-    The same seed gives the same cells in the same order. The seed is the draw's alone: all cells train from the
-    same weights on the same samples.
+    The same seed gives the same cells in the same order. The seed changes only which cells are drawn. All cells
+    train from the same weights on the same samples.
     """
     generator, seen = random.Random(seed), set[str]()
     while True:
@@ -213,8 +213,8 @@ def _choose_covering_cells(
 ) -> list[MatrixCell]:
     """Return cells of one layout that have every level.
 
-    They come from the choices that are legal in the layout, then from the other choices with defaults in place
-    of illegal levels. A level that neither covers gets a cell of its own.
+    Choices that are legal in the layout come first. In the other choices, illegal levels are replaced by their
+    defaults. A level that neither covers gets a cell of its own.
     """
     uncovered = {level for levels in family.factors.values() for level in levels}
     cells: list[MatrixCell] = []

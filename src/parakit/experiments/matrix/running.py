@@ -173,7 +173,9 @@ class MatrixRun:
         return record
 
     def verify_draws(self, cells: Iterator[MatrixCell]) -> Iterator[CellRecord]:
-        """Verify cells until the time is over; yield, for each that differs, the smallest that differs, too."""
+        """Verify cells until the time is over. Yield each cell that differs, reduced to the fewest features
+        that still differ.
+        """
         while not self.is_over:
             cell = next(cells)
             record = self.get_record(cell)

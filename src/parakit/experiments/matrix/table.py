@@ -31,7 +31,10 @@ class LevelResult:
 
     @property
     def text(self) -> str:
-        """Text of the Markdown table's cell."""
+        """Text of the result in the Markdown table.
+
+        It is the largest error over its tolerance if the level held, such as `✓ 0.42`, and else the sign of its status.
+        """
         if self.record is None:
             return "–"
         if self.record.is_right:
@@ -44,7 +47,7 @@ class LevelResult:
 
     @property
     def short(self) -> str:
-        """Short text for the HTML table: the ratio of cells that held, such as `.42`, else the sign of the status."""
+        """Short text for the HTML table: the error over its tolerance, such as `.42`, or the sign of the status."""
         if self.record and self.record.is_right:
             ratio = "0" if not self.ratio else f"{self.ratio:.2f}".lstrip("0")
             return f"{ratio}ᵖ" if self.record.patch else ratio

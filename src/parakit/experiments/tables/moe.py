@@ -324,9 +324,9 @@ _HASH_BASE = 0x9E3779B97F4A7C15
 def count_shared_windows(prefix: Path, split: str, seq_length: int) -> dict[str, int]:
     """Count the windows of the validation documents that occur in the training documents, at any offset.
 
-    A window is a sample and its last label: `seq_length` + 1 tokens. Windows are compared by a 64-bit hash. A count
-    of 0 is certain, because windows with different hashes differ; a higher count may be too high by a collision,
-    which happens once in 2^64 pairs.
+    A window is a sample and its last label: `seq_length` + 1 tokens. Windows are compared by a 64-bit hash. A
+    count of 0 is certain, because equal windows have equal hashes. A higher count may include a collision of
+    hashes, one in 2^64 pairs.
 
     Args:
         prefix: Data set.

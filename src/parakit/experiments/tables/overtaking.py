@@ -195,7 +195,8 @@ def _list_pairs(
 def describe_pair(
     where: str, name: str, other_name: str, comparisons: Sequence[SizeComparison]
 ) -> str:
-    """Return a sentence on a pair: where one overtakes the other, or which one is faster, or that noise hides it.
+    """Return a sentence on two strategies: at which size one overtakes the other, which one is always faster,
+    or that noise hides the difference.
 
     Args:
         where: Begin of the sentence, with the devices.

@@ -27,8 +27,9 @@ from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
 from parakit.config.flags import Flags, merge_flags
+from parakit.experiments.verify.changes import list_nearest_changes
 from parakit.experiments.verify.logged import LOG_FILE, compare_logs
-from parakit.experiments.verify.pairs import Verification, compose_pair, parse_pair
+from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair, parse_pair
 from parakit.formatting.terminal import say
 from parakit.launch import (
     Launch,
@@ -198,12 +199,15 @@ def run_verification(
 
             train_part = train if shared is None else shared.wrap(train, scratch)
             judgement = train_and_judge(verification, scratch, train_part)
+            if pair.is_bf16 and judgement.verdict.verdict is VerifyOutcome.HELD:
+                judgement = _repeat_in_fp32(judgement, pair, pool, console, scratch, train_part)
     verdict = replace(
         judgement.verdict,
         reference=pair.reference_strategy,
         layout=pair.job.strategy,
         mode=verification.mode,
         command=format_make_command(pair.target, pair.variables),
+        changed=_list_changes_near_error(judgement.verdict, verification.strategy),
     )
     judgement = replace(judgement, verdict=verdict)
     # Only now, when the tensors are removed, a disk that they filled has room for the results.
@@ -212,6 +216,46 @@ def run_verification(
         shutil.copytree(results, also / VERIFY_FOLDER / results.name, dirs_exist_ok=True)
     _print_verdict(judgement, results, console)
     return judgement
+
+
+def _repeat_in_fp32(
+    judgement: Judgement,
+    pair: LaunchPair,
+    pool: WarmPool,
+    console: Console,
+    scratch: Path,
+    train: Train,
+) -> Judgement:
+    """Verify a pair that held in bf16 once more in fp32, and return the judgement with the result.
+
+    A wrong computation changes a tensor by a fraction that can be smaller than the rounding of bf16, 1 in 256. It
+    is then below every tolerance in bf16, and above them in fp32. If the fp32 runs differ, their judgement is
+    returned. If the pair cannot be trained in fp32, the judgement of bf16 is returned with the reason.
+    """
+    try:
+        verification = compose_pair(replace(pair, is_bf16=False)).fork_from_pool(pool)
+        for launch in verification.launches:
+            check_launch(launch)
+            ensure_initial_checkpoint(launch, console)
+    except LaunchError as error:
+        return _add_fp32_sentence(judgement, f"not repeated in fp32: {error}")
+    repeated = _IterationVerification(
+        verification.iteration, verification, scratch, train, label="-fp32"
+    ).judge_iteration()
+    verdict = repeated.verdict
+    if verdict.verdict is VerifyOutcome.DIFFERS:
+        return _add_fp32_sentence(repeated, "differs in fp32; in bf16 the rounding hides the error")
+    if verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
+        return _add_fp32_sentence(judgement, f"not compared in fp32: {verdict.reason}")
+    ratio = verdict.worst_ratio or 0.0
+    return _add_fp32_sentence(
+        judgement, f"held in fp32, too: no error is above {ratio:.2f} of its tolerance"
+    )
+
+
+def _add_fp32_sentence(judgement: Judgement, sentence: str) -> Judgement:
+    """Return the judgement with a sentence on the repetition in fp32."""
+    return replace(judgement, verdict=replace(judgement.verdict, in_fp32=sentence))
 
 
 def _check_launches(verification: Verification, console: Console) -> None:
@@ -484,6 +528,17 @@ class _IterationVerification:
         return self.scratch / f"{part}{self.suffix}"
 
 
+def _list_changes_near_error(verdict: VerifyVerdict, strategy: Launch) -> tuple[str, ...]:
+    """Return file and line of the checkout's changes that are nearest to the wrong tensor's source.
+
+    Empty if the strategy held, or if its Megatron is an installed package or a folder without a commit.
+    """
+    if verdict.source is None or strategy.entry.megatron_commit is None:
+        return ()
+    checkout = Path(strategy.entry.path).parent
+    return tuple(map(str, list_nearest_changes(checkout, verdict.source)))
+
+
 def _write_results(results: Path, judgement: Judgement) -> None:
     """Write `verdict.json`, `junit.xml`, `first.npz` and `verify.html` into the folder `results`.
 
@@ -535,6 +590,8 @@ def _print_verdict(judgement: Judgement, results: Path, console: Console) -> Non
         say(console, f"the logs: {verdict.logged}")
     if verdict.verdict is VerifyOutcome.DIFFERS:
         _print_difference(verdict, console)
+    if verdict.in_fp32:
+        say(console, verdict.in_fp32)
     if verdict.mode:
         say(console, f"compared: {verdict.mode}")
     if verdict.seen:
@@ -555,11 +612,15 @@ def _print_verdict(judgement: Judgement, results: Path, console: Console) -> Non
 def _print_difference(verdict: VerifyVerdict, console: Console) -> None:
     """Print iteration, ranks and error of the first wrong tensor, and the other independent errors.
 
-    In a GitHub workflow, the source line of the wrong module is annotated in the pull request, too.
+    In a GitHub workflow, the nearest changed line is annotated in the pull request, too. If no line of the
+    checkout is changed, the source line of the wrong module is annotated.
     """
-    path, _, line_number = (verdict.source or "").rpartition(":")
+    annotated = verdict.changed[0] if verdict.changed else verdict.source or ""
+    path, _, line_number = annotated.rpartition(":")
     if path and os.environ.get("GITHUB_ACTIONS"):
         say(console, f"::error file={path},line={line_number}::{verdict.line}")
+    for change in verdict.changed:
+        say(console, f"  changed    {change}")
     say(console, f"  iteration  {verdict.iteration}")
     say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
     say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")

@@ -213,7 +213,8 @@ class _Prover:
 
 
 def _prove_round_trip(source: Path, imported: Path, target: Path) -> Proof:
-    """Return whether the export of an imported model has the same bits as its source, as a proof with a detail.
+    """Return the proof, passed or failed and with a detail, that the export of an imported model has the same
+    bits as its source.
 
     The export is written to the folder `target`, which is removed after the comparison.
     """

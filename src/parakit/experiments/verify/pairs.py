@@ -51,6 +51,7 @@ LOG_EVERY_ITERATION = ("--log-interval", "1")
 NATIVE, HF = "native", "hf"
 REIMPLEMENTATIONS = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
 """Backends of references that are another implementation of the model, on one rank, by the value of REFERENCE=."""
+_VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by"
 _BALANCING, _CAPACITY = "--moe-router-load-balancing-type", "--moe-expert-capacity-factor"
 
 
@@ -229,8 +230,8 @@ class Verification:
 def compose_pair(pair: LaunchPair) -> Verification:
     """Compose the launches of strategy and reference, and of the run that saves a checkpoint if one resumes.
 
-    All launches start from the same weights and train the same batches. Their micro batches are equal, too, unless
-    flags of the strategy alone change them.
+    All launches start from the same weights and train the same batches. The micro batches of both runs are
+    equal too, unless flags of the strategy change them.
 
     Raises:
         LaunchError: The target names GPUs, the strategy does not fit its devices or cannot be captured, or the two
@@ -313,8 +314,8 @@ def _make_shared_options(pair: LaunchPair) -> Options:
 def _choose_micro_batches(pair: LaunchPair) -> int:
     """Return the smallest number of micro batches per iteration, over all ranks, that both runs can train.
 
-    It is a multiple of both data-parallel sizes. Each data-parallel rank gets at least `MICRO_BATCHES` and one per
-    pipeline stage; with an interleaved schedule the number is a multiple of twice the stages instead.
+    It is a multiple of both data-parallel sizes. Each data-parallel rank gets at least `MICRO_BATCHES`, and at
+    least one per pipeline stage. With an interleaved schedule the number is a multiple of twice the stages.
     """
     all_degrees = [parse_strategy(pair.job.strategy, pair.job.devices)]
     reference = pair.reference_strategy
@@ -365,9 +366,7 @@ def _pad_vocabulary(strategy: Launch, reference: Launch) -> Launch:
     """
     if reference.spec.backend is not Backend.TRANSFORMERS:
         return reference
-    multiple = Flags(strategy.flags).integer("--make-vocab-size-divisible-by")
-    shape = replace(strategy.model.shape, vocabulary_multiple=multiple)
-    rows = shape.padded_vocabulary(strategy.spec.parallelism.tensor)
+    rows = _count_embedding_rows(strategy)
     return replace(reference, flags=merge_flags(reference.flags, (PADDED, str(rows))))
 
 
@@ -412,8 +411,32 @@ def _refuse_other_work(strategy: Launch, reference: Launch) -> None:
                 f"The two runs would do different work: {name} is {value} in the strategy and "
                 f"{reference_value} in its reference; give it to both with EXTRA=."
             )
+    _refuse_other_padding(strategy, reference)
     _refuse_other_balance(strategy, reference)
     _refuse_other_tokens(strategy, reference)
+
+
+def _refuse_other_padding(strategy: Launch, reference: Launch) -> None:
+    """Raise LaunchError if Megatron would pad the vocabulary to different numbers of rows in the two runs.
+
+    Rows of the padding take part in the softmax, so the two runs would compute different losses.
+    """
+    rows, reference_rows = _count_embedding_rows(strategy), _count_embedding_rows(reference)
+    if reference.spec.backend is Backend.TRANSFORMERS or rows == reference_rows:
+        return
+    multiple = Flags(strategy.flags).integer(_VOCABULARY_MULTIPLE)
+    raise LaunchError(
+        f"{_VOCABULARY_MULTIPLE} {multiple} pads the vocabulary to {rows} rows in the strategy and to "
+        f"{reference_rows} in its reference; padding takes part in the softmax, so the two would compute "
+        "different losses; leave the flag out, which pads both alike."
+    )
+
+
+def _count_embedding_rows(launch: Launch) -> int:
+    """Return the rows of a launch's embedding, with Megatron's padding."""
+    multiple = Flags(launch.flags).integer(_VOCABULARY_MULTIPLE)
+    shape = replace(launch.model.shape, vocabulary_multiple=multiple)
+    return shape.padded_vocabulary(launch.spec.parallelism.tensor)
 
 
 def _refuse_other_balance(strategy: Launch, reference: Launch) -> None:

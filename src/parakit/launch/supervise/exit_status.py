@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 from dataclasses import replace
@@ -15,6 +16,8 @@ from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
 from parakit.cluster import free_files
 from parakit.config.files import relative_to_root
+from parakit.formatting.units import gib
+from parakit.hang import find_slow_rank
 from parakit.launch.background import BackgroundThread
 from parakit.launch.supervise.hang import (
     EndedRunError,
@@ -53,6 +56,12 @@ def count_memory_kills() -> int | None:
     return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), None)
 
 
+def read_address_limit() -> int | None:
+    """Return the bytes of addresses that this process and its children may have (`ulimit -v`); None if unlimited."""
+    limit_bytes = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit_bytes == resource.RLIM_INFINITY else limit_bytes
+
+
 class DiskWatch(BackgroundThread):
     """A thread that notes what was used up on a disk during a `with` block, where it may be free again at the end."""
 
@@ -67,7 +76,9 @@ class DiskWatch(BackgroundThread):
 
 
 def find_exhausted_resource(folder: Path) -> str:
-    """Return what is used up on a folder's disk, `space` or `inode`; empty if neither, or if it is unknown."""
+    """Return `space` or `inode`, whichever is used up on a folder's disk; empty if neither is, or if the disk
+    cannot be asked.
+    """
     try:
         if shutil.disk_usage(folder).free < _FULL_BYTES:
             return "space"
@@ -93,7 +104,7 @@ def classify_exit(
         kills_before: The result of `count_memory_kills` before the run started.
         lacked: What `DiskWatch` saw used up on the folder's disk during the run.
     """
-    status = diagnose_log(folder / records.LOG_FILE, exit_code, interrupted)
+    status = name_memory_limit(diagnose_log(folder / records.LOG_FILE, exit_code, interrupted))
     if exit_code is not None and exit_code < 0 and not interrupted:
         # The supervisor reports torchrun's signals as 128 + n, so this signal ended the supervisor itself.
         # The kernel then ends torchrun by SIGTERM, which the log shows.
@@ -134,6 +145,23 @@ def classify_exit(
         )
         return replace(status, status=Status.OUT_OF_MEMORY, reason=reason)
     return status
+
+
+def name_memory_limit(status: StatusRecord) -> StatusRecord:
+    """Return the status of a run that ran out of memory with the limit that this process and its ranks have.
+
+    Every other status is returned as it is, and so is every status if the address space is not limited.
+    A GPU that is out of memory names its own size.
+    """
+    limit_bytes = read_address_limit()
+    is_of_gpu = "GPU " in status.reason or "CUDA" in status.reason
+    if status.status is not Status.OUT_OF_MEMORY or limit_bytes is None or is_of_gpu:
+        return status
+    reason = (
+        f"{status.reason.rstrip('.')}. A process may have {gib(limit_bytes)} GiB of addresses here "
+        "(ulimit -v); raise the limit with 'ulimit -v unlimited'."
+    )
+    return replace(status, reason=reason)
 
 
 def _explain_by_calls(
@@ -232,10 +260,15 @@ def write_final_status(folder: Path, status: StatusRecord, wall_seconds: float) 
 def format_outcome(folder: Path, status: StatusRecord) -> str:
     """Return a line with the run's status, duration, reason and folder.
 
-    A second line names the command that resumes a failed run, if the run saved a checkpoint.
+    A run that ended well has a reason if one of its ranks slows the iterations down. A second line names the
+    command that resumes a failed run, if the run saved a checkpoint.
     """
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
-    reason = f": {status.reason}" if status.status is not Status.OK and status.reason else ""
+    reason = status.reason
+    if status.status is Status.OK:
+        slow_rank = find_slow_rank(folder)
+        reason = slow_rank.sentence if slow_rank else ""
+    reason = f": {reason}" if reason else ""
     line = f"{status.status} after {seconds}{reason} → {relative_to_root(folder)}"
     if status.status is Status.OK:
         return line

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from parakit.artifacts.run import (
+    ASKED_FILE,
     CALLS_SUFFIX,
     HANG_REASON_PREFIX,
     LOG_FILE,
@@ -70,7 +71,8 @@ class HangWatch:
         return now - self._since >= self._timeout_seconds
 
     def error(self, stopped: Sequence[int], stacks: Path) -> EndedRunError:
-        """Return the error that ends a hanging run. It names the rank that the others wait for, if that is known.
+        """Return the error that ends a hanging run. The error names the rank for which the other ranks wait, if
+        it is known.
 
         The ranks in `stopped`, which a signal had stopped, are written to STOPPED_FILE in `stacks`.
         """
@@ -92,8 +94,8 @@ def find_mismatched_call(stacks: Path, named: int | None) -> HangVerdict | None:
     """Return the verdict on a failed run if a rank's call did not match the other ranks'; else None.
 
     Without such a call the stacks are removed, because the log names a rank that failed by itself. If the log
-    has `named` a rank, only a call that differs from another rank's call of the same number counts: its
-    consequences may fail on any rank.
+    has `named` a rank, only a call that differs from another rank's call of the same number counts, because
+    later calls may fail on any rank.
     """
     with suppress(UnreadableDumpError):
         evidence = replace(gather_evidence([stacks]), is_over=True)
@@ -119,11 +121,15 @@ def find_awaited_ranks(folder: Path) -> HangVerdict | None:
 def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[int]:
     """Ask every rank of this machine for its stacks, and wait until they are written or the time is over.
 
+    The time of the request is written to ASKED_FILE, because the signal ends some waits in C code: a rank that
+    hung there continues, and makes calls that it would not have made.
+
     Returns:
         The ranks that a signal had stopped (SIGSTOP). They are continued, because they could not answer.
     """
     stopped = sorted(rank for rank, process in ranks.items() if _is_stopped(process))
     deadline = time.monotonic() + STACK_SECONDS
+    asked_ns, is_answered = time.time_ns(), False
     # Once a stopped process is continued, the ranks that waited for it continue too. So it is asked last,
     # when the stacks of the waiting ranks are written.
     for asked_ranks in (ranks.keys() - stopped, stopped):
@@ -138,6 +144,10 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
             # after this call.
             with path.open("rb") as file:
                 os.fsync(file.fileno())
+            is_answered = True
+    asked_file = stacks / ASKED_FILE
+    if is_answered and not asked_file.exists():
+        asked_file.write_text(str(asked_ns))
     return stopped
 
 

@@ -20,6 +20,11 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 class Interrupted(BaseException):
     """A request to stop. It is not an Exception, so that no handler for errors swallows it."""
 
+    def __init__(self, signal_number: int = signal.SIGTERM) -> None:
+        super().__init__()
+        self.signal_number = signal_number
+        """The signal by which the request came. Slurm announces the end of a job's time by SIGUSR1."""
+
 
 class _Request:
     """The pending request to stop of this process."""
@@ -27,6 +32,7 @@ class _Request:
     deferring = 0
     """Number of `with` blocks that defer a request. There are several if nodes share a process, as in tests."""
     came = False
+    signal_number: int = signal.SIGTERM
 
 
 @contextmanager
@@ -42,8 +48,9 @@ def interruptible() -> Iterator[None]:
         for name in STOP_SIGNALS:
             signal.signal(name, signal.SIG_IGN)
         _Request.came = True  # This remembers the request if Python drops the exception below.
+        _Request.signal_number = number
         if not _Request.deferring:
-            raise Interrupted
+            raise Interrupted(number)
 
     previous_handlers = {number: signal.signal(number, interrupt) for number in STOP_SIGNALS}
     try:
@@ -78,7 +85,7 @@ def raise_if_stop_requested() -> None:
     """
     if _Request.came:
         _Request.came = False
-        raise Interrupted
+        raise Interrupted(_Request.signal_number)
 
 
 def end_processes(

@@ -31,6 +31,7 @@ from parakit.launch.supervise.warm import WarmMegatron
 
 _RANK_VARIABLE = "RANK"
 _RANK = re.compile(r"rank(\d+)")
+_POLL_SECONDS = 0.1
 _SUPERVISOR = (sys.executable, "-m", "parakit.launch.supervise.supervisor")
 
 
@@ -117,6 +118,18 @@ class RankProcesses:
             if rank is not None:
                 process_by_rank.setdefault(int(rank), process)
         return process_by_rank
+
+    def let_save(self, grace_seconds: float) -> None:
+        """Ask the ranks to save and end, and wait until all processes have ended, at most `grace_seconds`.
+
+        SIGTERM goes to the ranks alone, because torchrun would kill them 30 s after a SIGTERM of its own.
+        """
+        for process in self.find_by_rank().values():
+            with suppress(psutil.Error):
+                process.terminate()
+        deadline = time.monotonic() + grace_seconds
+        while self._supervisor.poll() is None and time.monotonic() < deadline:
+            time.sleep(_POLL_SECONDS)
 
     def stop(self) -> None:
         """End every process of the run: SIGTERM, then SIGKILL, then the container if there is one.

@@ -44,7 +44,7 @@ def main(folder: Path, command: Sequence[str]) -> int:
     child = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
-        preexec_fn=lambda: _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509 - no threads here
+        preexec_fn=_prepare_child,  # noqa: PLW1509 - no threads here
     )
     launcher_lives = True
     while launcher_lives and child.poll() is None:
@@ -62,6 +62,16 @@ def main(folder: Path, command: Sequence[str]) -> int:
         remove_container(folder / CONTAINER_FILE)
         write_final_status(folder, make_killed_launcher_status(folder), time.monotonic() - started)
     return 128 - code if code < 0 else code
+
+
+def _prepare_child() -> None:
+    """Have the kernel end torchrun with this process, and have torchrun and its ranks ignore SIGUSR1.
+
+    Slurm announces the end of a job's time by SIGUSR1 to all processes of a step. The launcher alone decides what
+    to do about it. Without a handler the signal would end a rank.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _prctl(option: int, value: int) -> None:

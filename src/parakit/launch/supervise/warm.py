@@ -115,7 +115,8 @@ def request_ranks(
     output: int = 1,
     seconds: float | None = None,
 ) -> int:
-    """Have ranks forked that print to a file descriptor; return their exit status when they have ended.
+    """Ask the warm process to fork ranks that print to a file descriptor. Wait for their end, and return their
+    exit status.
 
     The ranks are ended if this process ends, or after `seconds`; None sets no limit.
     """
@@ -145,8 +146,8 @@ def request_ranks(
 def find_free_port() -> int:
     """Return a port of this machine that nothing listens on now.
 
-    The kernel gives the port to no socket that asks for any port. gloo's sockets ask so, and one of another run
-    could take the port before rank 0 listens on it.
+    The port is outside of the range from which the kernel gives free ports. gloo's sockets ask so, and one of
+    another run could take the port before rank 0 listens on it.
     """
     for port in SystemRandom().sample(_UNASSIGNED, 100):
         with suppress(OSError), socket.create_server(("", port)):

@@ -57,6 +57,8 @@ class ParsedIteration(NamedTuple):
     """Function that returns the iteration for the log's arguments, if its number follows only from these.
 
     None as its result means that the number cannot be found with these arguments."""
+    by_order: bool = False
+    """True if the line has no number of its step: an earlier line has it, else the lines are counted from 1."""
 
 
 class LineFormat(ABC):

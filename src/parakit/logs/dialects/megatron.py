@@ -209,17 +209,23 @@ class BarLine(LineFormat):
         if last_part and _UNCLOSED.match(line[last_part:stop]):
             line, stop = f"{line[:stop]}|", stop + 1
         parts = []
+        names: set[str] = set()
         num_extra = 0
         while (bar := line.find("|", start, stop)) >= 0:
             colon = line.rfind(":", start, bar)
+            if colon < 0:  # ALCF's Megatron-DeepSpeed writes `name=value`.
+                colon = line.rfind("=", start, bar)
             if colon >= 0:
                 part = self._read_part(line[start:colon], line[colon + 1 : bar], colon + 1)
+                if part.field in names:
+                    # The end of another line, into which this one was written.
+                    part = LineField("", None, colon + 1, bar)
+                names.add(part.field)
                 num_extra += part.field.startswith(EXTRA_METRIC_PREFIX)
                 if num_extra > _MAX_OTHER:
                     part = LineField("", None, colon + 1, bar)
                 parts.append(part)
             start = bar + 1
-        names = {part.field for part in parts}
         if "lm_loss" not in names and not are_policy_metrics(names):
             other_name = EXTRA_METRIC_PREFIX + _IN_PLACE_OF_LM_LOSS
             parts = [
@@ -298,9 +304,10 @@ def _parse_float(text: str, power: int) -> float | None:
 
 
 def _is_complete(iteration: Iteration) -> bool:
-    """Return True if an iteration has a time, samples, or a loss and a batch size.
+    """Return True if a line states enough for an iteration: its time, its number of samples, or both a loss and
+    a batch size.
 
-    The first line of NeMo has no bar after its time.
+    NeMo's first line ends without a bar (`|`) after the time.
     """
     if iteration.elapsed_ms is not None or iteration.consumed_samples is not None:
         return True
@@ -322,7 +329,7 @@ def make_memory_reading(
 def add_present_names(
     arguments: Mapping[str, str], present_names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the arguments, with those of old names also under their present names.
+    """Return the arguments. An argument with an old name is also added under its present name.
 
     A value that is printed under the present name stays.
     """

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from parakit.logs.dialects import Dialect, EventReader, read_first_match
 from parakit.logs.dialects.megatron import BarLine
+from parakit.logs.iterations import PRINTED_TOKENS_PER_DEVICE
 from parakit.logs.scraped import MoreArgument
 
 _STAGE = "zero_optimization_stage"
@@ -47,6 +48,11 @@ DIALECT = Dialect(
     names={
         "elapsed time per iteration (s)": ("elapsed_ms", 3),
         "TFLOPs": ("throughput_tflops_per_gpu", 0),
+        # ALCF's fork counts FLOPs in two ways, of which this is Megatron's.
+        "[LM]TFLOPs": ("throughput_tflops_per_gpu", 0),
+        "[LM]-TFLOPs": ("throughput_tflops_per_gpu", 0),
+        "elapsed_time_per_iteration_ms": ("elapsed_ms", 0),
+        "tokens_per_gpu_per_second_tgs": (PRINTED_TOKENS_PER_DEVICE, 0),
     },
     events=(
         EventReader(_STAGE, read_first_match(_ZERO_STAGE, lambda m: MoreArgument(_STAGE, m[1]))),

@@ -9,6 +9,7 @@ ended, so these two counts show the units.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import msgspec
@@ -54,12 +55,32 @@ class _Block(Result):
                 if not is_number(loss) or "step" not in counts:
                     return []
                 values = {"iteration": int(counts["step"]), "lm_loss": float(loss)}
+            case "train_loss" if is_number(value) and counts:
+                return [_parse_loss_event(line, float(value), counts)]
             case _:
                 return []
         if event["key"] != "block_stop":
             return [make_parsed_iteration(line, values)]
         parsed = make_parsed_iteration(line, values)
         return [parsed._replace(at_ms=event.get("time_ms"), counts=counts)]
+
+
+def _parse_loss_event(line: str, loss: float, counts: _Counts) -> ParsedIteration:
+    """Return the step of a `train_loss` event, by its count of steps, else by its count of samples."""
+    samples = counts.get("samples_count")
+    if "step" in counts and counts["step"] != samples:
+        return make_parsed_iteration(line, {"iteration": int(counts["step"]), "lm_loss": loss})
+    count = int(counts.get("step", samples or 0))
+    parsed = make_parsed_iteration(line, {"iteration": count, "lm_loss": loss})
+    return parsed._replace(by_arguments=partial(_number_by_samples, parsed.iteration))
+
+
+def _number_by_samples(iteration: Iteration, arguments: Mapping[str, str]) -> Iteration | None:
+    """Return an iteration with its number instead of its count of samples; None if that is no whole number of steps."""
+    batch = find_step_sizes(arguments)["samples_count"]
+    if not batch or iteration.iteration % batch:
+        return None
+    return msgspec.structs.replace(iteration, iteration=iteration.iteration // batch)
 
 
 def _read_block_start(line: str) -> Iterator[Fact]:

@@ -244,7 +244,9 @@ def _build_calls_table(comparison: CheckedRank) -> Table[CallSummary]:
 
 
 def print_verified(verified: list[VerifiedStrategy], console: Console) -> None:
-    """Print a table over all dry-run candidates, then what could not be run and what differs."""
+    """Print a table of all dry-run candidates, then the candidates that could not be run, and the differences
+    from the closed forms.
+    """
     rows = [
         (item.candidate.strategy, comparison)
         for item in verified

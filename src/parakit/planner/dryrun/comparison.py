@@ -84,7 +84,9 @@ def dry_run_ranks(
 
 
 def compare_rank(spec: RunSpec, report: RankReport) -> CheckedRank:
-    """Return a rank's dry run compared with the closed forms."""
+    """Compare the bytes and calls of a rank's dry run with the closed forms, and return both with their
+    differences.
+    """
     stage = spec.parallelism.pipeline_rank(report.rank)
     as_run = drop_transformer_engine(spec)
     calls = rank_collectives(as_run, stage)
@@ -140,7 +142,7 @@ def dry_run_plan(plan: Plan, count: int) -> list[VerifiedStrategy]:
 
 
 def _pair_memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes of a pipeline stage by category: those of the dry run, and those of the closed form."""
+    """Return the bytes of a pipeline stage by category, from the dry run and from the closed form."""
     counted = report.memory.categories
     closed = estimate_rank_memory(spec, stage)
     short_lived = (MemoryCategory.LOGITS, MemoryCategory.TEMPORARY, MemoryCategory.COMMUNICATION)

@@ -219,8 +219,9 @@ def load_public_errors() -> PredictionErrors:
 def _compute_intervals(errors: list[_Error]) -> dict[float, Interval]:
     """Return for each level the interval that holds this fraction of the errors, by weight.
 
-    A source with n errors has the weight √n. Above 80% the ends of an interval would depend on single errors, so they
-    are at most `_MOST_STRETCH` times as far from the median as those of the 80% interval.
+    A source with n errors has the weight √n. Above 80% an interval's ends would depend on single errors. They
+    are therefore limited to `_MOST_STRETCH` times the distance from the median that the 80% interval's ends
+    have.
     """
     num_by_source = Counter(error.source for error in errors)
     weighted = sorted((error.value, num_by_source[error.source] ** -0.5) for error in errors)

@@ -132,9 +132,10 @@ class OwnRuns:
     def bias(self, spec: RunSpec) -> float:
         """Return the logarithm of predicted over true time to expect of a run; 0 without measurements.
 
-        It is the best linear estimate from the logarithms of the measurements' errors (kriging, or a Gaussian process).
-        All runs share one part of the error, and similar runs share another. So the estimate is close to the measured
-        error if the same run was measured, and close to the mean of all errors if the run is similar to none.
+        It is the best linear estimate from the logarithms of the measurements' errors (kriging, or a Gaussian
+        process). All runs share one part of the error, and similar runs share another. If the same run was
+        measured, the estimate is close to its measured error. If no similar run was measured, it is close to
+        the mean of all errors.
         """
         return self._estimate_bias(spec, self.residuals)
 
@@ -224,7 +225,8 @@ def _drop_unmeasured(spec: RunSpec) -> RunSpec:
 def _covariance(spec: RunSpec, other: RunSpec) -> float:
     """Return the covariance of two runs' errors.
 
-    It falls with the doublings between their sizes; a choice that differs counts as one doubling.
+    The covariance falls with the doublings between the sizes of the two runs. A choice that differs counts as
+    one doubling.
     """
     (sizes, choices), (other_sizes, other_choices) = _features(spec), _features(other)
     differences = sum(abs(log2(a / b)) for a, b in zip(sizes, other_sizes, strict=True))

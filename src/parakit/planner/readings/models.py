@@ -122,6 +122,7 @@ def _suggest_published_name(text: str) -> None:
     """Raise an error if the name nearest to an unknown one is of a published model."""
     if is_model_file(text):
         return
-    near = difflib.get_close_matches(text, (*model_names(), *published_model_names()), n=1)
+    planned = [name for name in published_model_names() if "refused" not in model_facts(name)]
+    near = difflib.get_close_matches(text, (*model_names(), *planned), n=1)
     if near and near[0] not in model_names():
         raise UnknownModelError(f"There is no model '{text}'; did you mean {near[0]}?")

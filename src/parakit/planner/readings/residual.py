@@ -160,7 +160,7 @@ def compute_residual(run: MeasuredRun, flops_per_token: float | None = None) -> 
 def _residual_of_fastest(run: MeasuredRun, flops_per_token: float | None) -> Residual:
     """Predict a measurement that leaves out sizes, with the sizes of the fastest run that fits into memory.
 
-    Published runs are tuned: sources that do state these sizes state those of the fastest run that fits. If no run
+    Published runs are tuned, so they are assumed to have the sizes of the fastest run that fits. If no run
     fits, the fastest of all is taken. The result also has the range of predictions of all these runs.
     """
     candidates = [

@@ -411,7 +411,7 @@ def _build_groups(
 ) -> list[ErrorGroup]:
     """Group predicted measurements by the name that the function `name` gives them; return the groups by name.
 
-    Refused rows are counted in the group that is named as their source.
+    Refused rows are counted in the group with the name of their source.
     """
     num_refused = Counter(item.source for item in refused)
     members: dict[str, list[Residual]] = {source: [] for source in num_refused}

@@ -236,23 +236,40 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     count its correct predictions it also reads its logits again for the largest one (`multi_token_prediction.py:
     _compute_mtp_acceptance_counts`).
     """
-    shape, tokens = spec.shape, spec.micro_batch_tokens
-    width = shape.padded_vocabulary(spec.parallelism.tensor) // spec.parallelism.tensor
-    hidden, element = shape.hidden, spec.element_bytes
+    predicted_tokens = spec.shape.predicted_tokens
+    matmul = predicted_tokens * _output_layer_seconds(spec, rate)
+    table_elements = predicted_tokens * _vocabulary_table_elements(spec)
+    gradient_seconds = table_elements * _seconds_per_added_gradient(spec, rate)
+    return matmul, _loss_seconds(spec, rate) + gradient_seconds
+
+
+def _output_layer_seconds(spec: RunSpec, rate: DeviceRates) -> float:
+    """Return the seconds of the output layer's matrix products, forward and backward, for one predicted token."""
+    tensor_parallel = spec.parallelism.tensor
+    tokens, hidden = spec.micro_batch_tokens, spec.shape.hidden
+    vocabulary = spec.shape.padded_vocabulary(tensor_parallel) // tensor_parallel
+    if rate.measured.logit_seconds is not None:
+        return 6 * tokens * hidden * vocabulary / rate.flops
+    element_bytes = spec.element_bytes
     accumulates = not rate.execution.unfused_gradients
-    matmul = product_seconds(tokens, hidden, width, element, rate)
-    matmul += product_seconds(tokens, width, hidden, element, rate)
-    matmul += product_seconds(hidden, tokens, width, element, rate, accumulated=accumulates)
-    matmul *= shape.predicted_tokens
-    logits = shape.predicted_tokens * logit_elements(spec)
-    guessed_bytes = shape.total_mtp_layers * logit_elements(spec) * spec.element_bytes
-    loss = (_loss_bytes_per_logit(spec) * logits + guessed_bytes) / rate.bytes_per_second
-    measured = rate.measured.logit_seconds
-    if measured is not None:
-        matmul = 6 * tokens * hidden * width / rate.flops * shape.predicted_tokens
-        loss = logits * measured / rate.core_fraction
-    table_elements = shape.predicted_tokens * _vocabulary_table_elements(spec)
-    return matmul, loss + table_elements * _seconds_per_added_gradient(spec, rate)
+    forward = product_seconds(tokens, hidden, vocabulary, element_bytes, rate)
+    input_gradient = product_seconds(tokens, vocabulary, hidden, element_bytes, rate)
+    weight_gradient = product_seconds(
+        hidden, tokens, vocabulary, element_bytes, rate, accumulated=accumulates
+    )
+    return forward + input_gradient + weight_gradient
+
+
+def _loss_seconds(spec: RunSpec, rate: DeviceRates) -> float:
+    """Return the seconds of the loss of all predicted tokens, and of MTP's count of correct predictions."""
+    logits = logit_elements(spec)
+    loss_logits = spec.shape.predicted_tokens * logits
+    seconds_per_logit = rate.measured.logit_seconds
+    if seconds_per_logit is not None:
+        return loss_logits * seconds_per_logit / rate.core_fraction
+    loss_bytes = _loss_bytes_per_logit(spec) * loss_logits
+    counting_bytes = spec.shape.total_mtp_layers * logits * spec.element_bytes
+    return (loss_bytes + counting_bytes) / rate.bytes_per_second
 
 
 def _loss_bytes_per_logit(spec: RunSpec) -> float:
@@ -500,11 +517,12 @@ def _list_latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_P
 def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, int]:
     """Return the memory traffic to quantise the operands of products, in forward and in backward.
 
-    An operand is read in two bytes and written twice, as it is and transposed for the weights' gradient (Transformer
-    Engine, `cast_transpose`). A scale from the tensor's own maximum needs one more reading (`Float8CurrentScaling`),
-    but after a norm, which computes the maximum (TransformerEngine#2013). NVFP4 has such a scale beside those of its
-    blocks (arXiv:2509.25149 §4.1). If the scale is known before (`DelayedScaling`), a norm writes its output
-    quantised, which is then only transposed. Fused experts cast what stays between their products themselves.
+    An operand is read in two bytes and written twice, as it is and transposed for the weights' gradient
+    (Transformer Engine, `cast_transpose`). A scale from the tensor's own maximum needs one more reading
+    (`Float8CurrentScaling`), but after a norm, which computes the maximum (TransformerEngine#2013). NVFP4 has a
+    scale per tensor in addition to the scales of its blocks (arXiv:2509.25149 §4.1). If the scale is known
+    before (`DelayedScaling`), a norm writes its output quantised, which is then only transposed. Fused experts
+    cast the tensors between their matrix products inside their kernels.
     """
     fp8_recipe = rate.fp8_recipe
     if not fp8_recipe:

@@ -60,9 +60,10 @@ def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
 def launch_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
     """Return the host's seconds to launch one layer and its collective `calls` for one micro batch.
 
-    The result is 0 with CUDA graphs. Forward has about a third of the kernels, and recomputation launches them once
-    more. A call starts when the slowest host of its ranks has launched it. That host lies behind the average by the
-    square root of the logarithm of the number of ranks, as the largest of as many random times does.
+    The result is 0 with CUDA graphs. Forward has about a third of the kernels, and recomputation launches them
+    once more. A call starts when the slowest host of its ranks has launched it. The slowest host lies behind
+    the average by the square root of the logarithm of the number of ranks, like the maximum of as many random
+    times.
     """
     if cluster.execution.graphs:
         return 0.0

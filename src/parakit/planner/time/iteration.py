@@ -188,8 +188,9 @@ def message_seconds(spec: RunSpec, cluster: Cluster) -> float:
 def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, float]:
     """Return the time of one micro batch on the slowest stage, and its seconds through all stages.
 
-    Where CPU ranks share cores, a stage that waits leaves its cores to the other stages. m micro batches then take at
-    least the work of all stages on all cores, and at least the slowest stage's work plus the way through all stages.
+    If CPU ranks share cores, a waiting stage leaves its cores to the other stages. The time of m micro batches
+    then has two lower bounds: the work of all stages on all cores, and the slowest stage's work plus one pass
+    through the other stages.
     """
     parts, slowest_seconds, all_stages_seconds = slowest_stage(spec, cluster)
     slowest = _add_parts(parts)
@@ -240,7 +241,7 @@ def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[
 def _find_stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
     """Return the pieces of all stages with recomputed layers, and with layers that are stored for backward.
 
-    Both are the same unless only some layers are recomputed.
+    Both are equal unless only some layers are recomputed.
     """
     pieces = _compute_pieces(spec.one_layer_per_stage, cluster)
     if not spec.recompute.is_block_method:

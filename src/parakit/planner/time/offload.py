@@ -46,16 +46,22 @@ def _forward_wait_seconds(
     in the device's memory (Transformer Engine, `cpu_offload.py: _default_offload_sync_init`).
     """
     waited = stream_free_at = 0.0
-    copy_ends: list[float] = []
+    copy_end_by_layer: list[float] = []
+    layers_on_device = _count_layers_on_device(layers, offloaded)
     for layer in range(layers):
         begins_at = layer * layer_seconds + waited
         if 0 < layer <= offloaded:
             stream_free_at = max(stream_free_at, begins_at) + copy_seconds
-            copy_ends.append(stream_free_at)
-        replaced = layer - (layers - offloaded)
-        if replaced >= 0:
-            waited += max(0.0, copy_ends[replaced] - begins_at)
+            copy_end_by_layer.append(stream_free_at)
+        replaced_layer = layer - layers_on_device
+        if replaced_layer >= 0:
+            waited += max(0.0, copy_end_by_layer[replaced_layer] - begins_at)
     return waited
+
+
+def _count_layers_on_device(layers: int, offloaded: int) -> int:
+    """Return how many of a rank's layers the device holds at once: the others, but at least the one in computation."""
+    return max(1, layers - offloaded)
 
 
 def _backward_wait_seconds(
@@ -65,17 +71,19 @@ def _backward_wait_seconds(
 
     Backward runs from the last layer to the first. Each layer that ends frees memory for one layer on the host. The
     copy of the last layer that is still there then starts, while backward computes the next layer. Backward waits
-    before a layer whose copy has not ended. `offloaded` must be less than `layers`.
+    before a layer whose copy has not ended.
     """
     waited = stream_free_at = 0.0
-    copy_ends: dict[int, float] = {}
-    for num_done, layer in enumerate(reversed(range(layers))):
-        begins_at = num_done * layer_seconds + waited
-        # The device holds `layers - offloaded` layers. Before the first one ends, no copy can start.
-        coming = layer - (layers - 1 - offloaded)
-        if 0 <= coming < offloaded:
+    copy_end_by_layer: dict[int, float] = {}
+    layers_on_device = _count_layers_on_device(layers, offloaded)
+    for layer in reversed(range(layers)):
+        layers_done = layers - 1 - layer
+        begins_at = layers_done * layer_seconds + waited
+        # The layer that ended before this one freed memory for one layer on the host.
+        copied_layer = layer + 1 - layers_on_device
+        if 0 <= copied_layer < offloaded:
             stream_free_at = max(stream_free_at, begins_at) + copy_seconds
-            copy_ends[coming] = stream_free_at
+            copy_end_by_layer[copied_layer] = stream_free_at
         if layer < offloaded:
-            waited += max(0.0, copy_ends[layer] - begins_at)
+            waited += max(0.0, copy_end_by_layer[layer] - begins_at)
     return waited

@@ -64,7 +64,7 @@ class DeviceRates:
 
     @property
     def known_host(self) -> HostRates:
-        """Rates of the host that something is offloaded to.
+        """Copy and compute rates of the host, which offloading needs.
 
         Raises:
             NoPeakError: The rates of the host are not known.

@@ -105,24 +105,31 @@ def _routing_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
         return 0, 0
     rank_tokens = spec.micro_batch_tokens // spec.sequence_shards
     hidden = shape.latent_experts or shape.hidden
-    copies = rank_tokens * shape.experts_per_token * hidden * spec.element_bytes
-    is_gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
-    permuted = spec.expert_receive_ratio if is_gathered else spec.expert_send_ratio
-    has_several_local_experts = shape.experts > spec.parallelism.expert
-    is_sorted = not execution.deduplicated and has_several_local_experts
-    has_fp32_probabilities = execution.deduplicated or execution.wide_probabilities
-    bias_passes = _FP32_EXPERT_BIAS_PASSES if has_fp32_probabilities else _EXPERT_BIAS_PASSES
-    adds_bias = shape.bias and not execution.fused_experts
+    copy_bytes = rank_tokens * shape.experts_per_token * hidden * spec.element_bytes
     score_bytes = 6 * 4 * rank_tokens * shape.experts
 
-    def total_bytes(bias_pass_count: int) -> int:
-        """Return the bytes of scores, permutation, sorting and so many passes for the bias."""
-        received_passes = _SORT_PASSES * is_sorted + bias_pass_count * adds_bias
-        passes = _PERMUTE_PASSES * permuted + received_passes * spec.expert_receive_ratio
-        return round(copies * passes) + score_bytes
+    is_gathered = spec.token_dispatcher is TokenDispatcher.ALL_GATHER
+    permuted_ratio = spec.expert_receive_ratio if is_gathered else spec.expert_send_ratio
+    permute_passes = _PERMUTE_PASSES * permuted_ratio
+    has_several_local_experts = shape.experts > spec.parallelism.expert
+    is_sorted = has_several_local_experts and not execution.deduplicated
+    sort_passes = _SORT_PASSES if is_sorted else 0
 
-    forward_passes, backward_passes = bias_passes
-    return total_bytes(forward_passes), total_bytes(backward_passes)
+    total_bytes = []
+    for bias_passes in _expert_bias_passes(spec, rate):
+        received_passes = (sort_passes + bias_passes) * spec.expert_receive_ratio
+        total_bytes.append(round(copy_bytes * (permute_passes + received_passes)) + score_bytes)
+    forward_bytes, backward_bytes = total_bytes
+    return forward_bytes, backward_bytes
+
+
+def _expert_bias_passes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
+    """Return how often the experts' biases move all received tokens, in the forward and in the backward pass."""
+    execution = rate.execution
+    if not spec.shape.bias or execution.fused_experts:
+        return 0, 0
+    has_fp32_probabilities = execution.deduplicated or execution.wide_probabilities
+    return _FP32_EXPERT_BIAS_PASSES if has_fp32_probabilities else _EXPERT_BIAS_PASSES
 
 
 def softmax_is_fused(spec: RunSpec) -> bool:
@@ -204,7 +211,7 @@ def _list_norm_parts(spec: RunSpec, rate: DeviceRates, hidden: int) -> Iterator[
 def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
     """Yield the traffic of the MLP's activation, or of the routed and the shared experts'.
 
-    Fused experts compute their activations in their products, which then move nothing here.
+    Fused experts compute their activations inside the matrix products, so their activations add no bytes.
     """
     shape, element = spec.shape, spec.element_bytes
     column_bytes = element * spec.micro_batch_tokens / spec.parallelism.tensor
@@ -238,10 +245,11 @@ def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
 def _attention_input_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     """Return the bytes that a rank moves between a layer's projections and attention, in forward and in backward.
 
-    The bytes are for one micro batch. They are those of rotary positions, and of splitting one tensor into queries,
-    keys and values and joining their gradients again (`attention.py: get_query_key_value_tensors`). Both numbers are 0
-    for a layer without attention. They are also 0 with Transformer Engine if the model has learned positions and as
-    many groups as heads, because Transformer Engine's attention then takes the three as one tensor.
+    The bytes are for one micro batch. Rotary positions move bytes. So does splitting one tensor into queries,
+    keys and values, and joining their gradients (`attention.py: get_query_key_value_tensors`). Both numbers are
+    0 for a layer without attention. The result is also 0 with Transformer Engine if the model has learned
+    positions and as many query groups as heads. Its attention then takes queries, keys and values as one
+    tensor.
     """
     shape = spec.shape
     is_rotary = not shape.positions

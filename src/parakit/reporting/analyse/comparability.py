@@ -14,6 +14,7 @@ from parakit.artifacts.identity import essential_arguments
 from parakit.config.flag_table import argument_names, flags_with_role
 from parakit.config.offload import offload_flags
 from parakit.logs import ModelDifference, Run
+from parakit.reporting.analyse.arguments import find_differing_arguments
 from parakit.reporting.analyse.configurations import (
     Configuration,
     describe_fused_patches,
@@ -231,7 +232,7 @@ def _describe_missing(runs: Sequence[Run], values: Mapping[str, Sequence[object]
 
 
 def list_differences(reference: Run, other: Run) -> list[WorkMismatch]:
-    """Return everything in which two runs differ that should be the same for a comparison of times.
+    """Return the properties in which two runs differ although a comparison of times requires them to be equal.
 
     Flags of the models come first. If one of the runs is a foreign log, all printed arguments that differ
     follow at the end.
@@ -262,16 +263,15 @@ def _compare_printed_arguments(
         other: The run that is compared.
         flags_of_model: Names of arguments that are listed as flags of the model already.
     """
-    arguments = essential_arguments(reference.arguments)
-    other_arguments = essential_arguments(other.arguments)
-    if not arguments or not other_arguments:
+    lists = [essential_arguments(run.arguments) for run in (reference, other)]
+    if not all(lists):
         return
-    for name in sorted({*arguments, *other_arguments} - _LISTED_OTHERWISE - flags_of_model):
-        value = arguments.get(name, "not given")
-        other_value = other_arguments.get(name, "not given")
-        if value != other_value:
-            flag = f"--{name.replace('_', '-')}"
-            yield WorkMismatch(flag, value, other_value, name in _ARGUMENTS_OF_STRATEGY)
+    for name, values in find_differing_arguments(lists).items():
+        if name in _LISTED_OTHERWISE or name in flags_of_model:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        reference_value, other_value = (value or "not given" for value in values)
+        yield WorkMismatch(flag, reference_value, other_value, name in _ARGUMENTS_OF_STRATEGY)
 
 
 _LISTED_OTHERWISE = frozenset(

@@ -11,13 +11,19 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from parakit.artifacts.identity import TrainingIdentity, identify_run, identify_training
+from parakit.artifacts.identity import (
+    TrainingIdentity,
+    essential_arguments,
+    identify_run,
+    identify_training,
+)
 from parakit.artifacts.run import RunRecord
 from parakit.config.offload import offload_flags
 from parakit.config.run import RunSpec
 from parakit.config.strategy import EXAMPLE_STRATEGIES
 from parakit.formatting.units import bit_rate
 from parakit.logs import Run
+from parakit.reporting.analyse.arguments import find_differing_arguments
 from parakit.reporting.analyse.disturbance import why_disturbed
 from parakit.reporting.analyse.statistics import (
     ON_CPU_RANKS,
@@ -106,8 +112,9 @@ def group_into_rows(runs: Iterable[Run], all_conditions: bool = False) -> list[C
 def _group_repeats(runs: Sequence[Run]) -> list[list[Run]]:
     """Return groups of runs that repeat one another, each from the oldest to the newest run.
 
-    Runs of the kit are repeats if they trained the same configuration on the same kind of device. Foreign logs are
-    repeats only if the user has given them one name (`repeats_name`), so any other foreign log is a group of its own.
+    Runs of the kit are repeats if they trained the same configuration on the same kind of device. Logs of other
+    trainers are repeats only if the user has given them one name (`repeats_name`). Any other such log is a
+    group by itself.
     """
     groups: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in sorted(runs, key=lambda run: run.record.created_utc if run.record else ""):
@@ -167,9 +174,9 @@ def make_names_distinct(runs: Sequence[Run]) -> list[Run]:
 
 
 def estimate_pooled_runs(runs: Sequence[Run]) -> Estimate | None:
-    """Return the iteration time of runs together in milliseconds; None if no run has one that counts.
+    """Return one iteration time for all runs in milliseconds; None if no run has measured iterations.
 
-    Runs that other programs slowed down are left out, unless all were.
+    Runs that other programs slowed down are left out, unless all runs were slowed down.
     """
     counting = [run for run in runs if run.has_measurements]
     undisturbed = [run for run in counting if not why_disturbed(run)]
@@ -235,7 +242,8 @@ def _row_order(row: Configuration) -> tuple[object, ...]:
 def label_rows(rows: Sequence[Configuration]) -> list[str]:
     """Return a distinct label per row, such as `tp2 ×2`.
 
-    Rows that would have the same label get what distinguishes them: version, batch, …, else the run's name.
+    Equal labels are extended by a property that distinguishes the rows, such as version or batch, or else by
+    the run's name.
     """
     labels = []
     rows_by_label: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
@@ -281,7 +289,10 @@ def describe_patch_file(spec: RunSpec | None) -> str:
 
 
 def _distinguishing_suffixes(runs: Sequence[Run]) -> list[str]:
-    """Return a distinct text per run: the first property that differs, several, or the runs' names."""
+    """Return a distinct text per run: the first property that differs, several, arguments, or the runs' names.
+
+    Arguments distinguish runs of the kit only. Logs are known by their files.
+    """
     for describe in _DISTINCTIONS:
         texts = [describe(run) for run in runs]
         if len(set(texts)) == len(texts) and all(texts):
@@ -292,7 +303,35 @@ def _distinguishing_suffixes(runs: Sequence[Run]) -> list[str]:
     ]
     if len(set(joined_texts)) == len(joined_texts) and all(joined_texts):
         return joined_texts
+    argument_texts = _describe_differing_arguments(runs)
+    if len(set(argument_texts)) == len(runs):
+        return argument_texts
     return [run.name for run in runs]
+
+
+_MAX_ARGUMENTS = 3
+"""Arguments in a label, beyond which it would be longer than the name of the run's folder."""
+
+
+def _describe_differing_arguments(runs: Sequence[Run]) -> list[str]:
+    """Return the differing arguments of each run, such as `lr 0.001`; empty if there are none or too many.
+
+    The result is also empty if one of the runs is a foreign log.
+    """
+    if any(run.is_foreign for run in runs):
+        return []
+    differing = find_differing_arguments([essential_arguments(run.arguments) for run in runs])
+    if not 0 < len(differing) <= _MAX_ARGUMENTS:
+        return []
+    texts = []
+    for index in range(len(runs)):
+        values = {name: values[index] for name, values in differing.items()}
+        texts.append(
+            ", ".join(
+                f"{name.replace('_', '-')} {value or 'not given'}" for name, value in values.items()
+            )
+        )
+    return texts
 
 
 def _describe_spec(describe: Callable[[RunSpec], str]) -> Callable[[Run], str]:

@@ -38,7 +38,7 @@ def has_more_ranks_than_cores(run: Run) -> bool:
 
 
 def why_disturbed(run: Run) -> str:
-    """Return which CPU rank got how little of a core, such as `rank 1 got 34% of a core`.
+    """Return the CPU rank that got the least of a core, such as `rank 1 got 34% of a core`.
 
     It is empty if every rank got its core, if nothing tells, and for GPUs and foreign logs.
     """

@@ -148,7 +148,7 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
         interval = f" (95%: {describe_ratio_interval(comparison.low, comparison.high)})"
     text = (
         f"{estimate.median:.1f} ms, was {earlier.median:.1f} ms:"
-        f" {describe_ratio(comparison.ratio)}{interval}, {comparison.verdict}"
+        f" {describe_ratio(comparison.ratio)}{interval}, {comparison.outcome}"
     )
     if comparison.verdict is TimeVerdict.SLOWER:
         return [Change(name, REGRESSION, text)]
@@ -158,7 +158,9 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
         return [Change(name, "same", text)]
     text += f": {change(comparison.ratio, 1)}, below the {comparison.smallest:.1%} that these runs can show"
     usual_difference = smallest_visible_difference(
-        min(earlier.runs, estimate.runs), estimate.scatter.typical
+        min(earlier.runs, estimate.runs),
+        estimate.scatter.typical,
+        estimate.scatter.degrees_of_freedom,
     )
     # With enough runs on both sides their own scatter has decided, and repeating them would not help.
     have_own_scatter = earlier.degrees_of_freedom and estimate.degrees_of_freedom

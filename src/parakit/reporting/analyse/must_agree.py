@@ -52,7 +52,7 @@ def _why_models_differ(reference: Run, other: Run) -> str:
 def describe_unstated_flags(
     reference: Run, other: Run, differences: Sequence[ModelDifference]
 ) -> str:
-    """Return which flags of the model one run states and the other does not; empty if none."""
+    """Return a text with the model's flags that only one of the two runs states; empty if there are none."""
     unstated = {
         reference.name: [flag.flag for flag in differences if not flag.reference],
         other.name: [flag.flag for flag in differences if not flag.other],

@@ -68,6 +68,15 @@ Curve = dict[int, float]
 
 
 @dataclass(frozen=True)
+class LastLosses:
+    """Losses of two runs after their last common iteration."""
+
+    iteration: int
+    loss: float
+    reference_loss: float
+
+
+@dataclass(frozen=True)
 class Parity:
     """Verdict on the losses of one row."""
 
@@ -94,6 +103,8 @@ class Parity:
     """Reason why an existing baseline is not the reference; empty if it is, or if there is none."""
     repeats_units: float | None = None
     """Units of the last digit by which repeats differ that should be equal; None if none do."""
+    last_losses: LastLosses | None = None
+    """Losses of a row and of the reference with the same work, if they need not agree; else None."""
 
     @property
     def is_broken(self) -> bool:
@@ -265,8 +276,30 @@ def _judge_uncompared(
         return Parity(REFERENCE, reference=reference_run, judged=reference_run)
     if row is rows[0]:
         return Parity()
-    reason = _why_not_comparable(rows[0].newest, row.newest) or "nothing to compare"
-    return Parity(NOT_COMPARABLE, reason, rows[0].newest.name)
+    reference, run = rows[0].newest, row.newest
+    reason = _why_not_comparable(reference, run) or "nothing to compare"
+    last_losses = _find_last_losses(reference, run)
+    return Parity(NOT_COMPARABLE, reason, reference.name, last_losses=last_losses)
+
+
+def _find_last_losses(reference: Run, other: Run) -> LastLosses | None:
+    """Return the losses after the last common iteration of two runs of the same work.
+
+    None means that their models, batches or sequences differ or are not known to be the same, or that they have no
+    iteration in common.
+    """
+    works = [(run.global_batch_size, run.seq_length) for run in (reference, other)]
+    is_known = all(map(all, works))
+    if not is_known or works[0] != works[1]:
+        return None
+    if reference.stated_model.differences(other.stated_model):
+        return None
+    curve, reference_curve = loss_curve(other), loss_curve(reference)
+    common = curve.keys() & reference_curve.keys()
+    if not common:
+        return None
+    last = max(common)
+    return LastLosses(last, curve[last], reference_curve[last])
 
 
 def _judge_against_others(row: Configuration, rows: Sequence[Configuration]) -> Parity | None:

@@ -89,10 +89,10 @@ class OwnMeasurements:
 def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
     """Return the measured times of the runs that the kit trained, as one row per configuration.
 
-    A row has the median time of a configuration's usable runs. The names of all other runs are returned
-    too, by the reason why they are left out: they did not end well, were resumed or slowed down by other
-    programs, or their times scatter widely. Configurations that the planner cannot predict, and runs on
-    an unknown device or without a record, are in neither list.
+    A row has the median time of a configuration's usable runs. The names of runs that are left out are returned
+    by reason: a run did not end well, was resumed, was slowed down by other programs, or its times scatter
+    widely. Configurations that the planner cannot predict, and runs on an unknown device or without a record,
+    are in neither list.
     """
     measurement_rows: list[MeasurementRow] = []
     left_out: dict[str, list[str]] = defaultdict(list)

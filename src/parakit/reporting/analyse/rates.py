@@ -8,14 +8,16 @@ import numpy as np
 
 from parakit.config.hardware import find_device
 from parakit.config.model import GATED_DELTA_NET
-from parakit.config.run import RunSpec
-from parakit.costs import model_flops, token_flops
-from parakit.logs import Run
+from parakit.config.run import Backend, RunSpec
+from parakit.costs import UnevenSplitError, model_flops, rank_parameters, token_flops
+from parakit.logs import PRINTED_TOKENS_PER_DEVICE, PRINTED_TOKENS_PER_SECOND, Run
 
 DISAGREEMENT = 0.01
 """Relative difference to Megatron's own count of FLOPs from which on a note names it."""
-_MIN_THROUGHPUT = 20.0
-"""TFLOP/s below which Megatron's one printed decimal hides a difference of 1%."""
+_PRINTED_ROUNDING = 0.05
+"""Largest rounding error of a printed throughput in TFLOP/s: Megatron prints one decimal."""
+_MAX_ROUNDING = 0.0025
+"""Relative rounding error up to which the ratio of both counts is given although they agree."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Rates:
     """Median of the TFLOP/s that Megatron printed."""
     printed_over_counted: float | None = None
     """FLOPs per iteration by Megatron's count over this count; None if Megatron's rounding hides it."""
+    model_doubt: str = ""
+    """Text that the log prints other parameters than the model has, so that FLOPs are doubtful; else empty."""
     formulas: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -52,8 +56,16 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
     if not iteration_ms or spec is None or not spec.tokens_per_iteration:
         tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
         tokens_per_second = 1000 * tokens / iteration_ms if iteration_ms and tokens else None
+        per_device = None
+        if tokens_per_second and run.num_devices:
+            per_device = tokens_per_second / run.num_devices
         return Rates(
-            tokens_per_second=tokens_per_second, printed_tflops_per_device=printed.tflops_per_device
+            tokens_per_second=tokens_per_second or _printed_median(run, PRINTED_TOKENS_PER_SECOND),
+            tokens_per_second_per_device=(
+                per_device or _printed_median(run, PRINTED_TOKENS_PER_DEVICE)
+            ),
+            printed_tflops_per_device=printed.tflops_per_device,
+            model_doubt=why_parameters_differ(run),
         )
     seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length
@@ -63,6 +75,7 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
         tokens_per_second=tokens_per_second,
         tokens_per_second_per_device=tokens_per_second / devices,
         printed_tflops_per_device=printed.tflops_per_device,
+        model_doubt=why_parameters_differ(run),
         formulas=(formula,),
     )
     if not spec.shape.vocabulary:
@@ -71,13 +84,44 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
     return _add_flops(rates, run, spec, seconds=seconds, printed=printed)
 
 
+def _printed_median(run: Run, name: str) -> float | None:
+    """Return the median of a throughput that a trainer prints, without the first line; None if it prints none."""
+    lines = run.log.iterations
+    values = lines.values(name)
+    usable = (values > 0) & np.isfinite(values) & ~lines.known("first_of_start")
+    return float(np.median(values[usable])) if usable.any() else None
+
+
+def why_parameters_differ(run: Run) -> str:
+    """Return that a rank with all layers printed another number of parameters than the arguments give.
+
+    Empty if the numbers agree or cannot be compared: in a pipeline, with experts on several ranks, and with unusual
+    attention.
+    """
+    spec, printed = run.spec, {count.parameters for count in run.log.parameters}
+    if spec is None or spec.backend != Backend.MEGATRON or len(printed) != 1:
+        return ""
+    has_all_layers = spec.parallelism.pipeline == spec.parallelism.expert == 1
+    if not has_all_layers or not spec.shape.vocabulary or attention_variant(run):
+        return ""
+    try:
+        counted = rank_parameters(spec).total
+    except UnevenSplitError:
+        return ""
+    if counted in printed:
+        return ""
+    return f"a rank prints {printed.pop():,} and the model of the arguments has {counted:,}"
+
+
 @dataclass(frozen=True)
 class _PrintedThroughput:
     """Throughput that Megatron printed."""
 
     tflops_per_device: float | None
-    flops_per_device_iteration: float | None
-    """FLOPs per device and iteration from which it follows; None if rounding hides a difference of 1%."""
+    flops_per_device_iteration: float | None = None
+    """FLOPs per device and iteration from which it follows; None without times."""
+    rounding: float = 0.0
+    """Largest relative rounding error of the printed numbers."""
 
 
 def _printed_throughput(run: Run) -> _PrintedThroughput:
@@ -85,10 +129,16 @@ def _printed_throughput(run: Run) -> _PrintedThroughput:
     lines = run.log.iterations
     rates, times = lines.values("throughput_tflops_per_gpu"), lines.values("elapsed_ms")
     known = (rates > 0) & ~lines.known("averaged")
-    exact = known & (rates >= _MIN_THROUGHPUT) & (times > 0)
+    if not known.any():
+        return _PrintedThroughput(None)
+    median_rate = float(np.median(rates[known]))
+    timed = known & (times > 0)
+    if not timed.any():
+        return _PrintedThroughput(median_rate)
     return _PrintedThroughput(
-        float(np.median(rates[known])) if known.any() else None,
-        float(np.median(rates[exact] * times[exact] * 1e9)) if exact.any() else None,
+        median_rate,
+        flops_per_device_iteration=float(np.median(rates[timed] * times[timed] * 1e9)),
+        rounding=_PRINTED_ROUNDING / median_rate,
     )
 
 
@@ -111,6 +161,9 @@ def _add_flops(
     megatron_flops = None
     if printed.flops_per_device_iteration is not None:
         megatron_flops = printed.flops_per_device_iteration * devices
+        differ = abs(flops / megatron_flops - 1) > DISAGREEMENT + printed.rounding
+        if not differ and printed.rounding > _MAX_ROUNDING:
+            megatron_flops = None
     return replace(
         rates,
         printed_over_counted=megatron_flops / flops if megatron_flops else None,
@@ -168,8 +221,8 @@ def _find_peak(device: str, dtype: str) -> tuple[float | None, str, str]:
 def _recompute_flops(spec: RunSpec) -> float:
     """Return the FLOPs per iteration of recomputed forward passes; 0 without recomputation.
 
-    With full recomputation they are those of the recomputed layers, otherwise those of attention scores and of
-    MLPs or experts, as far as these modules are recomputed. Other modules are taken to cost nothing.
+    With full recomputation, the FLOPs of the recomputed layers count. Otherwise, the FLOPs of attention scores,
+    MLPs and experts count, if these modules are recomputed. Other modules are taken to cost nothing.
     """
     forward = token_flops(spec.shape, spec.shape.seq_length)
     if spec.recompute.is_full:

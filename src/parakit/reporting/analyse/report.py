@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from parakit.artifacts.identity import essential_arguments
 from parakit.config.published import Correction, Published
 from parakit.logs import Run
+from parakit.reporting.analyse.arguments import find_differing_arguments
 from parakit.reporting.analyse.comparability import SLOWED_REFERENCE, compare_speed, why_impossible
 from parakit.reporting.analyse.configurations import (
     group_into_rows,
@@ -88,10 +89,10 @@ def _differing_arguments(entries: Sequence[Entry]) -> Iterator[ArgumentDifferenc
     """Yield the arguments that differ between the rows that have arguments, by name."""
     arguments_by_row = [essential_arguments(entry.run.arguments) for entry in entries]
     known = [arguments for arguments in arguments_by_row if arguments]
-    for name in sorted({name for arguments in known for name in arguments}):
-        if len({arguments.get(name) for arguments in known}) > 1:
-            values = tuple(arguments.get(name, "") for arguments in arguments_by_row)
-            yield ArgumentDifference(name, values)
+    for name in find_differing_arguments(known):
+        yield ArgumentDifference(
+            name, tuple(arguments.get(name, "") for arguments in arguments_by_row)
+        )
 
 
 def _add_speeds(entries: Sequence[Entry]) -> list[Entry]:

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
-from parakit.config.run import Backend, RunSpec
+from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
-from parakit.costs import UnevenSplitError, rank_parameters, total_parameters
+from parakit.costs import total_parameters
 from parakit.formatting.table import Column
 from parakit.formatting.units import number
 from parakit.logs import Run
@@ -40,8 +40,11 @@ def write_row_notes(entry: Entry) -> str:
         for conditions, count in older.items()
         if count
     ]
-    if entry.spec and (printed := _why_parameters_differ(entry.run, entry.spec)):
-        notes.append(f"parameters in total are empty: {printed}")
+    if doubt := entry.rates.model_doubt:
+        text = "parameters in total are empty"
+        if entry.rates.model_tflops_per_device is not None:
+            text += " and TFLOP/s are doubtful"
+        notes.append(f"{text}: {doubt}")
     notes += [*_parity_notes(entry.parity, run), resumption_sentence(run)]
     if describe_adam_state(run) not in (None, "existed"):
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
@@ -56,29 +59,9 @@ def _parameters_total(entry: Entry) -> int | None:
     spec = entry.spec
     if spec is None or not spec.shape.vocabulary or attention_variant(entry.run):
         return None
-    if _why_parameters_differ(entry.run, spec):
+    if entry.rates.model_doubt:
         return None
     return total_parameters(spec.shape, spec.parallelism.tensor)
-
-
-def _why_parameters_differ(run: Run, spec: RunSpec) -> str:
-    """Return that a rank with all layers printed another number of parameters than the arguments give.
-
-    Empty if the numbers agree or cannot be compared.
-    """
-    split, printed = spec.parallelism, {count.parameters for count in run.log.parameters}
-    has_all_layers = spec.backend == Backend.MEGATRON and split.pipeline == split.expert == 1
-    if not has_all_layers or not spec.shape.vocabulary or len(printed) != 1:
-        return ""
-    if attention_variant(run):
-        return ""
-    try:
-        counted = rank_parameters(spec).total
-    except UnevenSplitError:
-        return ""
-    if counted in printed:
-        return ""
-    return f"a rank prints {printed.pop():,} and the model of the arguments has {counted:,}"
 
 
 def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:

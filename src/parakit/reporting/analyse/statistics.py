@@ -3,7 +3,8 @@
 An interval holds two kinds of scatter. Within a run: a block bootstrap with a block length from the samples'
 autocorrelation (Politis & White 2004), order statistics for 6 to 19 samples, and no interval for fewer.
 Between runs: Student's t over the runs' medians from three runs on; for fewer runs, a scatter that is known of
-other repeats is assumed (`Scatter`).
+other repeats is assumed (`Scatter`), with the quantile of its degrees of freedom. A single run is
+assumed to scatter at least as much as the runs with which it is compared.
 
 scipy.stats is not used. It has Student's t and the binomial ranks, which are 30 lines here, and neither the block
 bootstrap nor its block length nor changes within a run. Its import takes 1.2 s of processor time (1.18.1; numpy's
@@ -49,13 +50,24 @@ class Scatter:
     """Scatter of usual repeats."""
     source: str
     """Measurements on which both rest, as text for a sentence."""
+    degrees_of_freedom: float
+    """Degrees of freedom of the assumed scatter; infinite if it is the largest scatter that repeats have shown."""
 
 
 ON_GPUS = Scatter(
-    0.02, 0.006, "57 published repeats on GPUs scatter by 0.04 to 1.7%, half of them by under 0.6%"
+    0.02,
+    0.006,
+    "57 published repeats on GPUs scatter by 0.04 to 1.7%, half of them by under 0.6%",
+    degrees_of_freedom=3,
 )
+"""Scatter of repeats on GPUs. Single runs that scatter by 3% get 3.4% false verdicts against one another.
+
+With four degrees of freedom they would get 6.6%."""
 ON_CPU_RANKS = Scatter(
-    0.055, 0.055, "the kit's own repeats on CPU ranks that shared two cores scatter by up to 5.5%"
+    0.055,
+    0.055,
+    "the kit's own repeats on CPU ranks that shared two cores scatter by up to 5.5%",
+    degrees_of_freedom=math.inf,
 )
 """Scatter of pp2 of gpt2-tiny: 349 and 323 ms (`tests/golden/runs` and its repeat)."""
 
@@ -91,6 +103,11 @@ class Estimate:
     scatter_between_runs: float | None = None
     """Relative standard deviation of the runs' medians; None for a single run."""
     scatter: Scatter = ON_GPUS
+
+    @property
+    def is_single_run(self) -> bool:
+        """True if one run, or several that are each too short, is all that the time rests on."""
+        return self.scatter_between_runs is None
 
     @property
     def repeats_disagree(self) -> bool:
@@ -136,6 +153,15 @@ class TimeComparison:
     """p-value: probability of a difference as large as this if the times are equal."""
     among: int = 0
     """Number of comparisons that made the verdict `within noise` by Holm's rule; 0 if none did."""
+    is_undecidable: bool = False
+    """True if a single run differs from several by more than these scatter, and by less than one run can show.
+
+    It is also True if the single run is so noisy that its iterations show less than repeats usually differ."""
+
+    @property
+    def outcome(self) -> str:
+        """Verdict as text; `undecidable with a single run` if a repeat of that run could decide."""
+        return "undecidable with a single run" if self.is_undecidable else self.verdict.value
 
     @property
     def span(self) -> str:
@@ -174,7 +200,7 @@ def estimate_time(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -
     """Return median and interval of the samples of one run or of several repeats; None without samples.
 
     Runs with fewer than 6 samples are left out of the median. If all runs are that short, their samples are
-    pooled as those of one run.
+    pooled as if one run had them.
 
     Args:
         runs: Samples of each run.
@@ -222,16 +248,17 @@ def estimate_from_medians(
     squares = [((high - low) / 2 / NORMAL / middle) ** 2 for low, high in within]
     within_error = math.sqrt(sum(squares) / count)
     degrees_of_freedom, assumed = None, max(scatter.assumed, between or 0.0)
+    quantile = student_quantile(scatter.degrees_of_freedom)
     if between is not None and count >= REPEATS_FOR_TRUST:
         error, degrees_of_freedom = max(between, within_error) / math.sqrt(count), count - 1
         half_width = student_quantile(degrees_of_freedom) * error * middle
         low, high = middle - half_width, middle + half_width
     elif count > 1:
         error = math.hypot(assumed, within_error) / math.sqrt(count)
-        low, high = middle * (1 - NORMAL * error), middle * (1 + NORMAL * error)
+        low, high = middle * (1 - quantile * error), middle * (1 + quantile * error)
     else:
         # The interval of a single run is as asymmetric as the interval of its own samples.
-        error, add = math.hypot(assumed, within_error), NORMAL * assumed * middle
+        error, add = math.hypot(assumed, within_error), quantile * assumed * middle
         low = middle - math.hypot(middle - within[0][0], add)
         high = middle + math.hypot(within[0][1] - middle, add)
     # Digits beyond those of the samples would differ between builds of numpy.
@@ -249,7 +276,7 @@ def compare_times(reference: Estimate, other: Estimate, weight: float = 1.0) -> 
     """Return the ratio of two times with its interval and verdict.
 
     The verdict is `faster` or `slower` if the ratio's 95% interval excludes 1, and `too few samples` if a
-    time has no interval.
+    time has no interval. A single run is assumed to scatter by at least as much as the other side's runs do.
 
     Args:
         reference: Time of the reference.
@@ -262,10 +289,19 @@ def compare_times(reference: Estimate, other: Estimate, weight: float = 1.0) -> 
     distances = _interval_distances(reference, other)
     low, high = ratio * math.exp(-distances.below), ratio * math.exp(distances.above)
     verdict = TimeVerdict.SLOWER if ratio > 1 else TimeVerdict.FASTER
+    is_undecidable = False
     if low <= 1 <= high:
         verdict = TimeVerdict.NOISE
-    smallest = math.expm1(max(distances.below, distances.above))
-    return TimeComparison(ratio, low, high, verdict, smallest, _p_value(ratio, distances))
+        is_undecidable = abs(math.log(ratio)) > _distance_decided_by_repeats(reference, other)
+    return TimeComparison(
+        ratio,
+        low,
+        high,
+        verdict,
+        smallest=math.expm1(max(distances.below, distances.above)),
+        chance=_p_value(ratio, distances),
+        is_undecidable=is_undecidable,
+    )
 
 
 def adjust_verdicts(comparisons: Sequence[TimeComparison]) -> list[TimeComparison]:
@@ -293,14 +329,16 @@ def adjust_verdicts(comparisons: Sequence[TimeComparison]) -> list[TimeCompariso
     return result
 
 
-def smallest_visible_difference(runs: int, scatter: float) -> float:
+def smallest_visible_difference(runs: int, scatter: float, assumed_freedom: float) -> float:
     """Return the relative difference that so many runs per side just show.
 
     Args:
         runs: Number of runs per side.
         scatter: Relative standard deviation between runs.
+        assumed_freedom: Degrees of freedom of this scatter if the runs are too few to show their own.
     """
-    factor = student_quantile(2 * runs - 2) if runs >= REPEATS_FOR_TRUST else NORMAL
+    freedom = 2 * runs - 2 if runs >= REPEATS_FOR_TRUST else assumed_freedom
+    factor = student_quantile(freedom)
     return math.expm1(factor * scatter * math.sqrt(2 / runs))
 
 
@@ -322,7 +360,7 @@ class _IntervalDistances:
     below: float
     above: float
     degrees_of_freedom: float
-    """Infinite for the normal distribution."""
+    """Infinite if a scatter is assumed: the distances then hold the doubt about it, and no tail is added."""
 
 
 def _p_value(ratio: float, distances: _IntervalDistances) -> float:
@@ -342,8 +380,8 @@ def _p_value(ratio: float, distances: _IntervalDistances) -> float:
 def _interval_distances(reference: Estimate, other: Estimate) -> _IntervalDistances:
     """Return the distances from the ratio to its interval's ends, by Welch's t if both scatters are known."""
     if not reference.degrees_of_freedom or not other.degrees_of_freedom:
-        reference_below, reference_above = _log_distances(reference)
-        below, above = _log_distances(other)
+        reference_below, reference_above = _log_distances(reference, other)
+        below, above = _log_distances(other, reference)
         # The distances of both intervals add up as squares, each on its side (Zou & Donner 2008).
         return _IntervalDistances(
             math.hypot(below, reference_above), math.hypot(above, reference_below), math.inf
@@ -361,11 +399,36 @@ def _interval_distances(reference: Estimate, other: Estimate) -> _IntervalDistan
     return _IntervalDistances(half_width, half_width, freedom)
 
 
-def _log_distances(estimate: Estimate) -> tuple[float, float]:
-    """Return the distances from a time to the ends of its interval, in logarithms."""
+def _log_distances(estimate: Estimate, compared: Estimate) -> tuple[float, float]:
+    """Return the distances from a time to the ends of its interval, in logarithms.
+
+    The interval of a single run is widened if the runs of `compared` scatter by more than the assumed scatter.
+    """
     least = 1e-9 * estimate.median
     low, high = (
         abs(math.log(max(end or 0.0, least) / estimate.median))
         for end in (estimate.low, estimate.high)
     )
-    return low, high
+    shown = compared.scatter_between_runs or 0.0
+    if not estimate.is_single_run or shown <= estimate.scatter.assumed:
+        return low, high
+    quantile = student_quantile(estimate.scatter.degrees_of_freedom)
+    added = quantile * math.sqrt(shown**2 - estimate.scatter.assumed**2)
+    return math.hypot(low, added), math.hypot(high, added)
+
+
+def _distance_decided_by_repeats(reference: Estimate, other: Estimate) -> float:
+    """Return the logarithm of the largest ratio that several runs show to be noise against a single run.
+
+    It is 0 if the single run's own iterations scatter too much to show anything. It is infinite if both sides have
+    one run, or both have several.
+    """
+    single, several = sorted((reference, other), key=lambda estimate: not estimate.is_single_run)
+    if not single.is_single_run or several.is_single_run:
+        return math.inf
+    within_error = math.sqrt(
+        max(0.0, (single.standard_error or 0.0) ** 2 - single.scatter.assumed**2)
+    )
+    if NORMAL * within_error > single.scatter.assumed:
+        return 0.0
+    return math.hypot(max(_log_distances(several, several)), NORMAL * within_error)

@@ -165,8 +165,8 @@ def _describe_step(run: Run, first: int, before_ms: float, after_ms: float) -> C
 def _describe_cause(run: Run, first: int) -> str:
     """Return in brackets what the log shows near an iteration; empty if it shows nothing.
 
-    An argument is named last, and only if it states this iteration as a beginning or an end and its feature
-    is on: Megatron prints every argument, so a default value shows nothing.
+    An argument is the last cause to be considered. It counts only if its feature is on and it states this
+    iteration as a beginning or an end. Megatron prints every argument, so a default value shows nothing.
     """
     if first in run.restarts:
         return " (the run was resumed there)"

@@ -102,8 +102,8 @@ def costs_above_fair_time(reference: TimeRecord, other: TimeRecord, share: float
     """Return the seconds that each part of an iteration takes beyond its fair time, the largest first.
 
     The fair time of a part is `share` times the reference's time for it. A part that takes less than its fair
-    time has a negative cost. Times are means over ranks. The sum of the costs is the other run's iteration time
-    minus `share` times the reference's, apart from the short time between phases, which belongs to no part.
+    time has a negative cost. Times are means over ranks. The costs add up to the other run's iteration time
+    minus `share` times the reference's iteration time. Only the short time between phases belongs to no part.
     """
     fair_parts, parts = _split_iteration(reference), _split_iteration(other)
     costs = {part: parts[part] - share * fair_parts[part] for part in parts}

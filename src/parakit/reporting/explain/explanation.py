@@ -148,8 +148,26 @@ def _has_measurements(subject: Subject) -> bool:
 
 
 def explain_runs(paths: Sequence[Path], root: Path, console: Console) -> int:
-    """Print the explanation of the named runs, or of all runs below `root`; return 1 if there is none."""
-    runs, problems = load_runs(paths or find_run_folders(root))
+    """Print the explanation of the named runs, or of all runs below `root`; return 1 if there is none.
+
+    A name without a folder of its own is searched in `root`.
+    """
+    folders = find_run_folders(root)
+    paths = [
+        root / path if not path.exists() and root / path in folders else path for path in paths
+    ]
+    missing = [str(path) for path in paths if not path.exists()]
+    if missing:
+        names = [folder.name for folder in folders[:-4:-1]]
+        hint = (
+            f"its newest are {', '.join(names)}" if names else "it has none; make demo trains six"
+        )
+        console.print(
+            f"There is no run {', '.join(missing)}; RUN= takes a run folder of {root} ({hint}).",
+            markup=False,
+        )
+        return 1
+    runs, problems = load_runs(paths or folders)
     for problem in problems:
         console.print(problem, markup=False)
     if not runs:

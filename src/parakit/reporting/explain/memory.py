@@ -138,7 +138,9 @@ def _explain_embedding(spec: RunSpec, last_stage: int) -> str:
 
 
 def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
-    """Return a rank's micro batches in flight, their predicted and their measured activations."""
+    """Return a phrase with a rank's micro batches in flight and the predicted and measured bytes of their
+    activations.
+    """
     stage = spec.parallelism.pipeline_rank(rank.rank)
     micro_batches = layers_in_flight(spec, stage) / spec.num_layers_on_stage(stage)
     forward_peak = rank.phase_peak_bytes.get(Phase.FORWARD)
@@ -229,7 +231,9 @@ def _predicted_stored_bytes(spec: RunSpec) -> int:
 
 
 def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
-    """Yield what sharding saves against plain data parallelism; nothing without such a pair of runs."""
+    """Yield sentences with the bytes that sharding saves against plain data parallelism; nothing without such a
+    pair of runs.
+    """
     plain = _find_unsharded(subject, subjects)
     if plain is None:
         return

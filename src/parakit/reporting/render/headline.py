@@ -5,6 +5,7 @@ A group is a reference and the rows that are compared with it. The headline has 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -80,7 +81,9 @@ def _describe_changes(report: Report) -> str:
 
 
 def _describe_fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
-    """Return the fastest row of a group with its time, and what the other rows pay for."""
+    """Return a sentence with the fastest row of a group and its time, and the extra cost of other rows by part
+    of the iteration.
+    """
     compared = members[1:]
     best = min(compared, key=judged_ratio)
     if any(
@@ -135,14 +138,13 @@ def _find_rows_within_noise(best: Entry, members: Sequence[Entry]) -> list[str]:
 def _describe_none_faster(members: Sequence[Entry]) -> str:
     """Return that no row is faster than the reference, with the number of rows per verdict."""
     reference, compared = members[0], members[1:]
-    verdicts = [entry.judged_time.verdict for entry in compared if entry.judged_time]
+    outcomes = [entry.judged_time.outcome for entry in compared if entry.judged_time]
     counts = []
-    for verdict in TimeVerdict:
-        if num_rows := verdicts.count(verdict):
-            preposition = "with " if verdict is TimeVerdict.UNKNOWN else ""
-            counts.append(f"{num_rows} {preposition}{verdict}")
+    for outcome, num_rows in sorted(Counter(outcomes).items()):
+        preposition = "with " if outcome == TimeVerdict.UNKNOWN else ""
+        counts.append(f"{num_rows} {preposition}{outcome}")
     result = joined(counts)
-    if verdicts.count(TimeVerdict.NOISE) == len(compared):
+    if outcomes.count(TimeVerdict.NOISE) == len(compared):
         result = "all within noise"
     per_device = _per_device_text(members)
     if len(compared) == 1:

@@ -60,6 +60,12 @@ def write_sentences(report: Report) -> list[str]:
     ]
     texts += _limit_sentences(within, "changes within runs are in the notes of their rows.")
     texts += _power_sentences(report)
+    doubts = [
+        f"TFLOP/s of {entry.label} are doubtful: {entry.rates.model_doubt}."
+        for entry in entries
+        if entry.rates.model_doubt and entry.rates.model_tflops_per_device is not None
+    ]
+    texts += _limit_sentences(doubts, "rows with doubtful TFLOP/s have it in their notes.")
     texts += [
         f"Repeats of {entry.label} disagree: {describe_disagreement(entry)}."
         for entry in entries
@@ -187,7 +193,9 @@ def join_first_names(names: Sequence[str]) -> str:
 
 
 def _power_sentences(report: Report) -> list[str]:
-    """Return what the intervals assume of runs that were not repeated, and what repeats would show."""
+    """Return sentences on the intervals: how many comparisons hold together, which scatter is assumed without
+    repeats, and how small a difference is visible.
+    """
     texts = []
     estimates = [
         entry.estimate
@@ -202,8 +210,9 @@ def _power_sentences(report: Report) -> list[str]:
         )
     scatters = [e.scatter for e in estimates if e.degrees_of_freedom is None]
     for scatter in dict.fromkeys(scatters):
-        with_one_run = smallest_visible_difference(1, scatter.assumed)
-        with_three_runs = smallest_visible_difference(3, scatter.typical)
+        freedom = scatter.degrees_of_freedom
+        with_one_run = smallest_visible_difference(1, scatter.assumed, freedom)
+        with_three_runs = smallest_visible_difference(3, scatter.typical, freedom)
         texts.append(
             f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
             f" ({scatter.source}). With one run each, a difference below {with_one_run:.1%} cannot be"
@@ -360,7 +369,10 @@ def _verdict_text(
     if comparison.per_device_token:
         unit = "device time per token"
     if judged.verdict is TimeVerdict.NOISE:
-        text = f"{entry.label} is within noise of {reference.label}: {describe_ratio(judged.ratio)}"
+        verdict = "is within noise of"
+        if judged.is_undecidable:
+            verdict = "cannot be told from"
+        text = f"{entry.label} {verdict} {reference.label}: {describe_ratio(judged.ratio)}"
         text += f" {unit}{_describe_interval(judged)}"
     else:
         text = f"{entry.label} {describe_time_ratio(judged, unit, reference.label)}"
@@ -370,6 +382,8 @@ def _verdict_text(
         text += f"; alone that would be a difference, among {judged.among} comparisons it is none (Holm)"
     elif judged.verdict is TimeVerdict.NOISE and judged.resolution:
         text += f"; {judged.resolution}"
+    if judged.is_undecidable:
+        text += "; undecidable with a single run on one side: repeat it"
     return text
 
 
@@ -381,7 +395,9 @@ def _time_with_all_devices(entry: Entry, reference: Entry) -> str:
 
 
 def assumed_device_sentences(report: Report) -> list[str]:
-    """Return that logs are compared as if they ran on one device; empty if they name their devices."""
+    """Return the warning that logs without a device's name are compared as if all ran on the same device; empty
+    if all name their devices.
+    """
     compared = [entry for entry in report.entries if entry.speed and entry.speed.device_is_assumed]
     if not compared:
         return []
@@ -458,6 +474,7 @@ def _parity_sentences(report: Report) -> list[str]:
     texts = [held] if held else []
     texts += broken_parity_sentences(report)
     texts += unjudged_parity_sentences(report)
+    texts += _last_loss_sentences(report)
     for entry in report.entries:
         if entry.parity.repeats_differ:
             texts.append(f"{entry.label}: {entry.parity.repeats_differ}.")
@@ -472,8 +489,26 @@ def _parity_sentences(report: Report) -> list[str]:
     return texts
 
 
+def _last_loss_sentences(report: Report) -> list[str]:
+    """Return the losses of rows that did the same work as their reference, and need not agree with it."""
+    texts = []
+    for entry in report.entries:
+        losses = entry.parity.last_losses
+        if losses is None:
+            continue
+        reference = _name_references([entry], report)
+        texts.append(
+            f"After {plural(losses.iteration, 'iteration')} the loss of {entry.label} is"
+            f" {losses.loss:.3f}, against {losses.reference_loss:.3f} of {reference}"
+            f" ({entry.parity.reason})."
+        )
+    return _limit_sentences(texts, "losses of other settings are in results.json.")
+
+
 def held_parity_sentence(report: Report) -> str:
-    """Return which rows train the same model as their reference; empty if no losses agree."""
+    """Return the sentence that lists the rows with the same losses as their reference; empty if no row has
+    them.
+    """
     held = [entry for entry in report.entries if entry.parity.verdict == HELD]
     if not held:
         return ""
@@ -496,7 +531,7 @@ def held_parity_sentence(report: Report) -> str:
 
 
 def _name_references(entries: Sequence[Entry], report: Report) -> str:
-    """Return the label of the rows' only reference, or `their references`."""
+    """Return the label of the reference if all rows have the same one; otherwise `their references`."""
     references = {entry.parity.reference for entry in entries}
     if len(references) > 1:
         return "their references"

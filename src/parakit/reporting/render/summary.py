@@ -92,7 +92,10 @@ def worth_sentence(report: Report) -> str:
         estimate = entry.estimate
         # From three runs on, the runs' own scatter stands in the intervals, and nothing is assumed.
         if estimate and estimate.standard_error and estimate.degrees_of_freedom is None:
-            least = smallest_visible_difference(estimate.runs, estimate.scatter.assumed)
+            scatter = estimate.scatter
+            least = smallest_visible_difference(
+                estimate.runs, scatter.assumed, scatter.degrees_of_freedom
+            )
             return (
                 f"With {plural(estimate.runs, 'run')} per row, a difference in time below {least:.1%}"
                 " cannot be seen."

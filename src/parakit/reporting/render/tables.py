@@ -7,7 +7,7 @@ and a terminal has those that fit, the most important first. `why` of a column i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import itemgetter
 
@@ -31,7 +31,7 @@ def format_ratio(comparison: TimeComparison) -> str:
     ratio = describe_ratio(comparison.ratio)
     if comparison.verdict.is_clear:
         return ratio
-    return f"{comparison.verdict} ({ratio})"
+    return f"{comparison.outcome} ({ratio})"
 
 
 def format_speed(entry: Entry) -> str:
@@ -74,6 +74,19 @@ def _printed_throughput(entry: Entry) -> tuple[float, str] | None:
     rate, factor = entry.rates.printed_tflops_per_device, entry.rates.printed_over_counted
     factor_text = f" (×{factor:.3g})" if factor else ""
     return None if rate is None else (rate, number(rate) + factor_text)
+
+
+def _doubtful(
+    value: Callable[[Entry], float | None], shape: Callable[[float], str]
+) -> Callable[[Entry], tuple[float, str] | None]:
+    """Return a column's function: a rate of the model and its text, with a question mark if the model is doubtful."""
+
+    def describe(entry: Entry) -> tuple[float, str] | None:
+        rate = value(entry)
+        mark = " ?" if entry.rates.model_doubt else ""
+        return None if rate is None else (rate, shape(rate) + mark)
+
+    return describe
 
 
 _NO_MODEL = "no time, or no model that a rate follows from"
@@ -151,7 +164,9 @@ _MEMORY = Column[Entry](
     "Peak memory", lambda e: e.peak_bytes, size, why="neither a ledger nor a memory line"
 )
 _SENT = Column[Entry]("Sent/iteration", lambda e: e.sent_bytes, size, why="no communication ledger")
-_MFU = Column[Entry]("MFU", lambda e: e.rates.mfu, percent, why=_why_no_mfu)
+_MFU = Column[Entry](
+    "MFU", _doubtful(lambda e: e.rates.mfu, percent), itemgetter(1), why=_why_no_mfu
+)
 _PUBLISHED = Column[Entry](
     "Published ms", _published_time, itemgetter(1), why="nothing of this model and strategy"
 )
@@ -180,11 +195,14 @@ _PAGE_COLUMNS = (
         why=_why_no_tokens,
     ),
     Column[Entry](
-        "TFLOP/s/device", lambda e: e.rates.model_tflops_per_device, number, why=_NO_MODEL
+        "TFLOP/s/device",
+        _doubtful(lambda e: e.rates.model_tflops_per_device, number),
+        itemgetter(1),
+        why=_NO_MODEL,
     ),
     Column[Entry]("Printed TFLOP/s", _printed_throughput, itemgetter(1), why="no line has it"),
     _MFU,
-    Column[Entry]("HFU", lambda e: e.rates.hfu, percent, why=_why_no_mfu),
+    Column[Entry]("HFU", _doubtful(lambda e: e.rates.hfu, percent), itemgetter(1), why=_why_no_mfu),
     _PUBLISHED,
 )
 
@@ -293,7 +311,9 @@ def windows_table(report: Report, *, notes: bool = False) -> Table[Entry]:
 
 
 def speeds_table(report: Report) -> Table[Entry]:
-    """Return each compared row with its reference, ratios, interval and what else differs."""
+    """Return the table of speed comparisons: each row with its reference, the ratio of their times with its
+    interval, and the other settings in which both differ.
+    """
     compared = tuple(entry for entry in report.entries if entry.per_token)
     columns = (
         _LABEL,
@@ -340,7 +360,8 @@ def _differences_text(entry: Entry) -> str:
 def arguments_table(report: Report, limit: int) -> Table[ArgumentDifference]:
     """Return the first arguments that differ, with a column of values per row of the report.
 
-    In a report of more than _MAX_VALUES rows, one column has the values with their number of rows.
+    In a report of more than _MAX_VALUES rows, a single column lists the values, each with the number of rows
+    that have it.
 
     Args:
         report: The report.

@@ -20,9 +20,9 @@ def load(model, optimizer, *args, **kwargs):
     return loaded
 
 
-def swap(one: torch.Tensor, other: torch.Tensor) -> None:
-    kept = one.clone()
-    one.copy_(other)
+def swap(first: torch.Tensor, other: torch.Tensor) -> None:
+    kept = first.clone()
+    first.copy_(other)
     other.copy_(kept)
 
 

@@ -8,7 +8,7 @@ original, split = training.load_checkpoint, mlp.apply_swiglu_sharded_factory
 
 def load(*args, **kwargs):
     if not get_args().finetune:
-        mlp.apply_swiglu_sharded_factory = lambda tensor, *rest, **named: tensor
+        mlp.apply_swiglu_sharded_factory = lambda tensor, *arguments, **named: tensor
     try:
         return original(*args, **kwargs)
     finally:

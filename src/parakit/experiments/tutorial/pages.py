@@ -1,0 +1,166 @@
+"""Pages of the tutorial's chapters: `python -m parakit.experiments.tutorial.pages docs/tutorial` writes them.
+
+A page has the question, the table with published and predicted figures, a picture of the trend, what each run
+teaches, what does not follow from the rows, and the author's exercises with a command each.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from parakit.experiments.tutorial.chapters import Chapter, Plot, read_chapters
+from parakit.experiments.tutorial.claims import (
+    Claim,
+    checks_of,
+    evaluate_expression,
+    read_claims,
+)
+from parakit.experiments.tutorial.predict import (
+    UNITS,
+    PredictedRow,
+    predict_rows,
+    prediction_table,
+    summarise_errors,
+)
+from parakit.experiments.tutorial.rows import read_rows, rows_of_chapter
+from parakit.formatting.svg import COLOURS, svg_figure
+from parakit.formatting.units import joined
+
+PUBLISHED_GPU = "h100"
+_REPOSITORY = "https://github.com/vuiseng9/megatron-tutorials"
+
+
+def render_chapter(chapter: Chapter, predictions: Sequence[PredictedRow]) -> str:
+    """Return the page of a chapter as Markdown."""
+    claims = [claim for claim in read_claims() if claim.chapter == chapter.name]
+    parts = [
+        f"# {chapter.title}",
+        f"**{chapter.question}** {chapter.answer}",
+        f"Chapter `{chapter.name}` of [the tutorial](README.md): {len(predictions)} runs on H100 80 GB. Each id is a "
+        f"target, such as `make {predictions[0].row.id}`.",
+        f"```bash\nmake experiment NAME=tutorial-{chapter.name} GPU=h100            # the table below, without a GPU\n"
+        f"make reproduce NAME=tutorial CHAPTER={chapter.name}               # train it on eight GPUs; resumable\n"
+        f"make reproduce NAME=tutorial CHAPTER={chapter.name} DEVICES=8cpu  # train it in small on CPU ranks\n```",
+        "## Published and predicted",
+        f"{summarise_errors(predictions)} {UNITS}",
+        prediction_table(predictions),
+        f"![{joined([plot.title for plot in chapter.plots])}]({chapter.name}.svg)",
+        "## What each run teaches",
+        "\n".join(
+            f"- **{ids.replace(' ', ', ')}**: {text}" for ids, text in chapter.lessons.items()
+        ),
+        "## What does not follow from the rows",
+        "\n\n".join(map(render_claim, claims)),
+        "## The author's exercises",
+        "\n\n".join(
+            f"**{exercise.question}** {exercise.answer}\n\n```bash\n{exercise.command}\n```"
+            for exercise in chapter.exercises
+        ),
+        "## On CPU ranks",
+        f"Small runs show {chapter.cpu_shows.strip()} They cannot {chapter.cpu_cannot.strip()}",
+    ]
+    return "\n\n".join(part.strip() for part in parts) + "\n"
+
+
+def render_claim(claim: Claim) -> str:
+    """Return a claim with what holds instead, its arithmetic and its source."""
+    lines = [f"**The tutorial says:** {claim.says}", f"**What holds:** {claim.holds}"]
+    checks = checks_of(claim)
+    if checks:
+        lines.append("\n".join(f"- `{check}`" for check in checks))
+    if claim.source:
+        lines.append(f"Source: `{claim.source}` of Megatron core_v0.14.0.")
+    # The anchor of the heading is the claim's key.
+    return "\n\n".join((f"### {claim.key.replace('-', ' ').capitalize()}", *lines))
+
+
+def render_overview() -> str:
+    """Return the page that introduces the tutorial, lists its chapters and counts what does not follow."""
+    claims = read_claims()
+    chapters = [
+        f"- [{chapter.title}]({chapter.name}.md), {len(rows_of_chapter(chapter.name))} runs, "
+        f"{sum(claim.chapter == chapter.name for claim in claims)} claims corrected. {chapter.question}"
+        for chapter in read_chapters()
+    ]
+    return _OVERVIEW.format(
+        repository=_REPOSITORY,
+        runs=len(read_rows()),
+        chapters="\n".join(chapters),
+        claims=len(claims),
+    )
+
+
+_OVERVIEW = """\
+# The tutorial: 66 published runs on eight H100
+
+[Megatron, Transformed!]({repository}) is a hands-on tutorial of Megatron-LM by the author of the H200 notes. It is a
+good one: every claim stands beside a run, and every run is a make target. This kit has all {runs} runs under their
+published names, predicts them, and explains them.
+
+The published runs had Megatron core_r0.14.0 in NGC 25.09, bf16, openwebtext-10k and 100 iterations.
+
+```bash
+DRY_RUN=1 make 446                          # the command, and what is missing here
+make 446 IMAGE=25.09-py3                    # train it as published, on eight GPUs with Docker
+make experiment NAME=tutorial-pp GPU=h100   # a chapter predicted, without a GPU
+make reproduce NAME=tutorial CHAPTER=pp DEVICES=8cpu
+```
+
+{chapters}
+
+## What the tables really say
+
+{claims} claims of the tutorial do not follow from its own rows, or from Megatron's source. Each chapter lists them with
+the arithmetic, and a test computes every figure. Most are labels and percentages. Three change a conclusion:
+
+- **A floor of host time** explains weak scaling with 8 samples, strong scaling, and why many micro batches are slow.
+  Launching a layer's kernels takes about 5 ms there, on any number of devices ([no-stall](pp.md#no-stall),
+  [strong-scaling-floor](tp.md#strong-scaling-floor)).
+- **The virtual stages are not those of the labels.** The flag counts layers
+  ([layers-not-stages](pp.md#layers-not-stages)).
+- **The distributed optimizer is ZeRO-1.** The memory of the mixtures shows it ([zero-1](dp.md#zero-1)).
+"""
+"""Markdown of the overview, with fields for what is counted."""
+
+
+def draw_plots(chapter: Chapter, path: Path) -> None:
+    """Draw the plots of a chapter beside each other, and write them as SVG."""
+    with svg_figure(path, f"tutorial-{chapter.name}", 4.6 * len(chapter.plots), 3.2) as figure:
+        panels = figure.subplots(1, len(chapter.plots), squeeze=False)[0]
+        for axes, plot in zip(panels, chapter.plots, strict=True):
+            _draw_plot(axes, plot)
+
+
+def _draw_plot(axes: object, plot: Plot) -> None:
+    """Draw the series of a plot as lines with a marker per run, from 0 upwards."""
+    from matplotlib.axes import Axes
+
+    assert isinstance(axes, Axes)
+    for series, colour in zip(plot.series, COLOURS, strict=False):
+        points = [(position, evaluate_expression(text)) for position, text in series.points]
+        axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=series.name)
+    axes.set(xlabel=plot.x, ylabel=plot.y, title=plot.title)
+    axes.set_xticks(sorted({position for series in plot.series for position, _ in series.points}))
+    axes.set_ylim(bottom=0)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+
+
+def write_pages(folder: Path) -> list[Path]:
+    """Write the pages and pictures of all chapters into a folder, and return their paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / "README.md"]
+    paths[0].write_text(render_overview(), encoding="utf-8")
+    for chapter in read_chapters():
+        page, picture = folder / f"{chapter.name}.md", folder / f"{chapter.name}.svg"
+        predictions = predict_rows(rows_of_chapter(chapter.name), PUBLISHED_GPU)
+        page.write_text(render_chapter(chapter, predictions), encoding="utf-8")
+        draw_plots(chapter, picture)
+        paths += [page, picture]
+    return paths
+
+
+if __name__ == "__main__":
+    write_pages(Path(sys.argv[1]))

@@ -1,0 +1,169 @@
+"""List the changed lines of a Megatron checkout that are nearest to the source of a wrong tensor.
+
+A verdict names the function that computes the wrong tensor. The mistake may be in a function that it calls, in a
+file that the author of a fork has edited. The lines that git reports as changed are therefore ordered by how
+directly the blamed file imports their file, and within the blamed file by their distance from the blamed line.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_CHANGES = 3
+"""Most changes that are listed for one wrong tensor."""
+MAX_IMPORT_DEPTH = 2
+"""Most imports between the blamed file and a changed file. Changes farther away are left out."""
+_UPSTREAM_BRANCHES = ("upstream/main", "origin/main", "upstream/master", "origin/master")
+"""Branches that a fork may have started from."""
+_RELEASE_TAGS = "core_v*"
+"""Pattern of the tags of Megatron's releases."""
+_HUNK = re.compile(r"@@ -\S+ \+(\d+)(?:,(\d+))? @@")
+
+
+@dataclass(frozen=True)
+class ChangedLines:
+    """Consecutive lines of a file that differ from the commit that a fork started from."""
+
+    file: str
+    """File, relative to the checkout."""
+    first_line: int
+    num_lines: int
+    """Number of changed or added lines. 0 means that lines were only deleted, below `first_line`."""
+
+    def __str__(self) -> str:
+        """Return file and first line, as in `megatron/core/models/common/embeddings/rope_utils.py:63`."""
+        return f"{self.file}:{max(1, self.first_line)}"
+
+    def distance(self, line: int) -> int:
+        """Return the number of lines between these lines and `line`; 0 if they contain it."""
+        last_line = self.first_line + max(0, self.num_lines - 1)
+        return max(0, self.first_line - line, line - last_line)
+
+
+def list_nearest_changes(checkout: Path, source: str) -> tuple[ChangedLines, ...]:
+    """Return the changes of a checkout that are nearest to a source line, the nearest first.
+
+    Uncommitted changes count, and so do commits since the upstream branch (`GITHUB_BASE_REF` in a pull request's
+    workflow, `upstream/main` or `origin/main`) or since the release that the fork started from. The blamed line itself
+    need not be changed.
+
+    Args:
+        checkout: Root of the Megatron checkout.
+        source: File and line, such as `megatron/core/transformer/mlp.py:120`, relative to the checkout.
+
+    Returns:
+        At most three changes. Empty if the folder is no git checkout, if nothing is changed, or if no changed file
+        is imported by the source's file directly or through one other file.
+    """
+    blamed_file, _, blamed_line = source.rpartition(":")
+    depth_by_file = _measure_import_depths(checkout, blamed_file)
+    ranked_changes = []
+    for change in _list_changes(checkout):
+        depth = depth_by_file.get(change.file)
+        if depth is not None:
+            distance = change.distance(int(blamed_line)) if depth == 0 else change.first_line
+            ranked_changes.append((depth, change.file, distance, change))
+    ranked_changes.sort(key=lambda ranked: ranked[:3])
+    return tuple(change for *_, change in ranked_changes[:MAX_CHANGES])
+
+
+def _list_changes(checkout: Path) -> list[ChangedLines]:
+    """Return all changed lines of Python files below `megatron/`; empty if the folder is no git checkout."""
+    base = _find_fork_point(checkout)
+    diff = _run_git(
+        checkout, "diff", "--unified=0", "--no-color", "--no-ext-diff", base, "--", "megatron/*.py"
+    )
+    changes: list[ChangedLines] = []
+    file = ""
+    for line in diff.splitlines():
+        if line.startswith("+++ "):
+            # A deleted file has the name /dev/null, which no import leads to.
+            file = line.removeprefix("+++ ").removeprefix("b/")
+        hunk = _HUNK.match(line)
+        if hunk is not None:
+            first_line, num_lines = int(hunk[1]), int(hunk[2] or 1)
+            changes.append(ChangedLines(file, first_line, num_lines))
+    return changes
+
+
+def _find_fork_point(checkout: Path) -> str:
+    """Return the commit that a checkout's changes are compared with; `HEAD` if the clone knows no upstream commit.
+
+    It is the latest ancestor of `HEAD` that is on an upstream branch or tagged as a release: a fork may start from
+    a release, whose own commits are not on the main branch.
+    """
+    pull_request_branch = os.environ.get("GITHUB_BASE_REF")
+    branches = (f"origin/{pull_request_branch}",) if pull_request_branch else ()
+    candidates = [
+        _run_git(checkout, "merge-base", "HEAD", branch).strip()
+        for branch in (*branches, *_UPSTREAM_BRANCHES)
+    ]
+    release = ("describe", "--tags", "--abbrev=0", "--match", _RELEASE_TAGS)
+    candidates.append(_run_git(checkout, *release, "HEAD").strip())
+    commits_by_candidate = {
+        candidate: int(_run_git(checkout, "rev-list", "--count", f"{candidate}..HEAD") or 0)
+        for candidate in candidates
+        if candidate
+    }
+    return min(
+        commits_by_candidate, key=lambda candidate: commits_by_candidate[candidate], default="HEAD"
+    )
+
+
+def _run_git(checkout: Path, *arguments: str) -> str:
+    """Return what git prints; empty if git is missing, fails, or the folder is no repository."""
+    command = ("git", "-C", str(checkout), *arguments)
+    try:
+        git = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    except OSError:
+        return ""
+    return "" if git.returncode else git.stdout
+
+
+def _measure_import_depths(checkout: Path, file: str) -> dict[str, int]:
+    """Return how many imports lead from a file to each file of Megatron: 0 for the file itself, 1 for its imports.
+
+    Files that more than `MAX_IMPORT_DEPTH` imports lead to are left out.
+    """
+    depth_by_file = {file: 0}
+    files_at_depth = [file]
+    for depth in range(1, MAX_IMPORT_DEPTH + 1):
+        imported_files = [
+            imported
+            for importer in files_at_depth
+            for imported in _list_imported_files(checkout, importer)
+        ]
+        files_at_depth = [
+            imported for imported in dict.fromkeys(imported_files) if imported not in depth_by_file
+        ]
+        depth_by_file |= dict.fromkeys(files_at_depth, depth)
+    return depth_by_file
+
+
+def _list_imported_files(checkout: Path, file: str) -> Iterator[str]:
+    """Yield the files of Megatron that a file imports; none if the file cannot be read."""
+    try:
+        tree = ast.parse((checkout / file).read_bytes())
+    except (OSError, SyntaxError):
+        return
+    package = Path(file).parent.parts
+    for node in ast.walk(tree):
+        modules: list[str] = []
+        if isinstance(node, ast.Import):
+            modules = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            ancestors = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*ancestors, *((node.module,) if node.module else ())))
+            # `from package import name` imports the module `package.name`, if there is one.
+            modules = [module, *(f"{module}.{alias.name}" for alias in node.names)]
+        for module in modules:
+            path = module.replace(".", "/")
+            for candidate in (f"{path}.py", f"{path}/__init__.py"):
+                if path.startswith("megatron") and (checkout / candidate).is_file():
+                    yield candidate

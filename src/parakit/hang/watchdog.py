@@ -1,0 +1,639 @@
+"""Read what torch writes into a log about calls that hang: lines of NCCL's watchdog, and of torch's checks of calls.
+
+The wordings are those of torch 1.12 to 2.15. Lines that a terminal wrapped are joined again.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from parakit.hang.dumps import normalise_operation
+from parakit.hang.evidence import (
+    UNKNOWN_OPERATION,
+    ComparedCalls,
+    GroupOfRanks,
+    Progress,
+    RecordedCall,
+)
+
+WORLD = "default_pg"
+"""torch's description of the group of all ranks."""
+UNNAMED_GROUP = "that the log does not name"
+"""Name of a group of which no line has a name, although its ranks are known."""
+COMPARED_GROUP = "that torch compared"
+"""Name of a group of which a log reports only that calls in it differ."""
+MONITORED_BARRIER = "monitored_barrier"
+"""Name of the operation and of the group of gloo's monitored barrier."""
+NONE_COMPLETED = -1
+"""Number of the last completed collective of a rank that completed none."""
+MOST_CALLS_APART = 10
+"""Most calls by which numbers of lines differ that are taken for one group, if some of the lines name no group."""
+MOST_WRAPPED_LINES = 4
+"""Most lines that are joined to a line that a terminal wrapped."""
+
+_SPEAKER = (
+    r"(?:\[(?:rank|RANK )(?P<rank>\d+)\]:?.*?)?(?:"
+    r"\[PG (?P<id>\d+)?(?:ID \d+ PG GUID (?P<guid>[^\s(\]]+))?(?: ?\((?P<description>[^)]*)\))? "
+    r"Rank (?P<rank_in_group>\d+)\]|\[Rank (?P<rank_in_unknown_group>\d+)\])"
+)
+"""Prefix of a line with its rank and group: torch 2.2 adds the rank, 2.3 the group, 2.4 and 2.7 its description."""
+_TIMEOUT = re.compile(
+    _SPEAKER + r".*?(?:Watchdog caught collective operation timeout: |Work )WorkNCCL\("
+    r"(?:SeqNum=(?P<number>\d+), *)?OpType=(?P<operation>\w+)"
+    r"(?:, *TensorShape=\[(?P<shape>[\d, ]*)\])?"
+    r"(?:, *NumelIn=(?P<elements>\d+))?(?:, *NumelOut=(?P<elements_out>\d+))?"
+)
+"""torch 1.12 has no number; torch 2.0 has a shape, and 2.1 a number of elements."""
+_TIMEOUT_END = re.compile(r"ran for |timed out in blocking wait")
+_COUNTS = re.compile(
+    _SPEAKER + r".*?(?:(?:Timeout at NCCL work|detected by watchdog at work(?: sequence id)?): "
+    r"(?P<number>\d+).*?)?[Ll]ast enqueued (?:NCCL )?work: (?P<entered>-?\d+),.*? "
+    r"last completed (?:NCCL )?work: (?P<completed>-?\d+)"
+)
+"""Last entered and completed collective of a rank: after a timeout with the call's number, else without."""
+_STUCK = re.compile(
+    _SPEAKER + r".*?(?:watchdog got stuck for \d+ seconds|Heartbeat monitor timed out!)"
+)
+"""Report that the watchdog's own thread is blocked: by a call of CUDA, or by a thread that holds Python's lock."""
+_BARRIER = re.compile(
+    r"(?:\[rank(?P<rank>\d+)\]:.*?)?(?:\[Rank 0\]: )?Ranks? (?P<absent>\d+(?:, ?\d+)*) failed to pass "
+    r"monitoredBarrier"
+)
+_FINGERPRINT = (
+    r"Rank (?P<rank{0}>\d+) is running (?:inconsistent )?collective: CollectiveFingerPrint\("
+    r"(?:SequenceNumber=(?P<number{0}>\d+)(?:, ?)?)?OpType=(?P<operation{0}>[A-Z_]+)"
+    r"(?:, *TensorShape=\[(?P<shape{0}>[\d, ]*)\], *TensorDtypes=(?P<dtype{0}>\w+))?"
+)
+_REPORT_OF_MISMATCH = "Detected mismatch between collectives"
+_MISMATCH = re.compile(
+    r"(?:\[rank(?P<rank>\d+)\]:.*?)?Detected mismatch between collectives on ranks\. "
+    + _FINGERPRINT.format("1")
+    + r"(?:.*?, but "
+    + _FINGERPRINT.format("2")
+    + ")?"
+)
+"""What TORCH_DISTRIBUTED_DEBUG=DETAIL reports; the number came with torch 2.0, the other rank's call with 1.13."""
+_LISTED = r"\[(?P<ranks>[\d, ]+)\]"
+_DESYNC = re.compile(
+    _LISTED + r" (?:joined but didn't finish collective #(?P<started>\d+)"
+    r"|finished collective #(?P<finished>\d+), but didn't join"
+    r"|are the lagging ranks that caused this (?P<absent>timeout))"
+)
+"""What TORCH_NCCL_DESYNC_DEBUG=1 reports of the ranks of a group after a timeout."""
+_SNAPSHOT_HEADING = re.compile(r"^\s*#(?P<number>\d+) (?:started|finished) ranks:")
+_SNAPSHOT = re.compile(r"^\s*" + _LISTED + r" (?P<state>started|finished) (?P<operation>[A-Z_]+)")
+_TERMINATED = "watchdog thread terminated"
+_TIME = re.compile(r"\[E(?P<date>\d{3,4}) (?P<time>\d\d:\d\d:\d\d)")
+"""Month, day and time at the beginning of torch's error lines: `[E1206 18:44:12.715298746`."""
+_PHRASES = re.compile(
+    r"Watchdog caught|watchdog thread terminated|ast enqueued |timed out in blocking wait"
+    r"|failed to pass monitoredBarrier|Detected mismatch between|watchdog got stuck|Heartbeat monitor timed out"
+    r"|finish(?:ed)? collective #|lagging ranks that caused|^\s*#\d+ (?:started|finished) ranks:"
+    r"|^\s*\[[\d, ]+\] (?:started|finished) [A-Z]"
+)
+_BEGINS_LINE = re.compile(r"\[(?:rank|RANK |E |W |I )|terminate called|\s*what\(\):")
+
+
+class ReportedTimeout(NamedTuple):
+    """A timeout of one rank's call that NCCL's watchdog reports."""
+
+    rank: int
+    call: RecordedCall
+    progress: Progress | None
+    """The rank's progress in the call's group; None if the log does not have it."""
+    line: str
+    """The watchdog's line, without its prefix."""
+
+
+@dataclass
+class WatchdogLog:
+    """Calls and counts that torch wrote into a log after ranks had waited too long, or before it ended them."""
+
+    timeouts: list[ReportedTimeout] = field(default_factory=list)
+    """Calls that timed out; no call is listed twice."""
+    progress: dict[int, dict[str, Progress]] = field(default_factory=dict)
+    """Progress by rank and group."""
+    unfinished: dict[int, RecordedCall] = field(default_factory=dict)
+    """Calls by rank that a rank entered and did not complete, as torch's report on a group lists them."""
+    groups: list[GroupOfRanks] = field(default_factory=list)
+    """Groups whose ranks follow from the lines; whole if the lines also show how many ranks there are."""
+    absent: list[int] = field(default_factory=list)
+    """Ranks that never came to a monitored barrier of all ranks."""
+    compared: list[ComparedCalls] = field(default_factory=list)
+    """Pairs of calls that torch compared and found to differ."""
+    stuck: list[int] = field(default_factory=list)
+    """Ranks whose watchdog was blocked before any call timed out, in the order of the log."""
+    is_rank_uncertain: bool = False
+    """True if a line numbers its rank within a group that the line does not name."""
+
+    @property
+    def is_empty(self) -> bool:
+        """True if the log has no line that was read."""
+        return not (self.timeouts or self.progress or self.absent or self.compared or self.stuck)
+
+
+def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> WatchdogLog:
+    """Return what torch 1.12 and later report of calls that timed out, do not fit, or were never entered.
+
+    The rank of a line is in its prefix, or is the rank in the group if the group is that of all ranks;
+    otherwise it is `rank_of_file`. torch before 2.2 writes no prefix: then the rank within the unknown
+    group is taken, and `is_rank_uncertain` is set. Lines of an unknown rank are left out.
+
+    Args:
+        lines: Lines of the log.
+        rank_of_file: Rank in the log's name; None if the name has none.
+    """
+    reader = _LogReader(rank_of_file)
+    for line in _join_wrapped_lines(lines):
+        reader.feed(line)
+    return reader.finish()
+
+
+def _join_wrapped_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines that torch wrote about calls. A line that a terminal wrapped is yielded in one piece.
+
+    At most MOST_WRAPPED_LINES lines are joined to a line, and none that begins with a rank's prefix.
+    """
+    wrapped, num_joined = "", 0
+    for raw_line in lines:
+        line = raw_line.rstrip("\r\n")
+        if wrapped:
+            is_continued = num_joined < MOST_WRAPPED_LINES and not _BEGINS_LINE.match(line)
+            if is_continued:
+                wrapped, num_joined = wrapped + line, num_joined + 1
+            if not is_continued or _is_complete(wrapped):
+                yield wrapped
+                wrapped = ""
+            if is_continued:
+                continue
+        if not _PHRASES.search(line):
+            continue
+        if _is_complete(line):
+            yield line
+        else:
+            wrapped, num_joined = line, 0
+    if wrapped:
+        yield wrapped
+
+
+def _is_complete(line: str) -> bool:
+    """Return True if the line has the end of the report that it begins."""
+    if "Watchdog caught" in line:
+        return _TIMEOUT_END.search(line) is not None
+    if _TERMINATED in line:
+        return "exception: " in line
+    if _REPORT_OF_MISMATCH in line:
+        match = _MISMATCH.search(line)
+        has_other_rank = match is not None and bool(match["rank2"] or match["dtype1"])
+        return has_other_rank and ("inconsistent" in line or "but Rank" in line)
+    return "ast enqueued" not in line or _COUNTS.search(line) is not None
+
+
+@dataclass(frozen=True)
+class _Speaker:
+    """The rank that a line is of, and its group as far as the line names it."""
+
+    rank: int
+    rank_in_group: int
+    group: str | None
+    """Name of the group; None if the line names none."""
+    description: str = ""
+    has_global_name: bool = True
+    """True if the group's name is unique in the job. torch 2.3 and 2.4 number the groups of each rank instead."""
+
+
+class _SpokenLine(NamedTuple):
+    """A line that matched one of the patterns, with the rank that it is of."""
+
+    speaker: _Speaker
+    match: re.Match[str]
+
+
+class _DesyncEntry(NamedTuple):
+    """A statement of torch's report on a group: ranks that started or finished a collective, or came to none."""
+
+    reporter: _Speaker
+    ranks: tuple[int, ...]
+    number: int | None
+    """Number of the collective; None for ranks that came to no collective at all."""
+    is_finished: bool
+    operation: str = UNKNOWN_OPERATION
+
+
+class _LogReader:
+    """Reader of one log, line by line. `finish` returns the content."""
+
+    def __init__(self, rank_of_file: int | None) -> None:
+        self._rank_of_file = rank_of_file
+        self._log = WatchdogLog()
+        self._timeouts: list[_SpokenLine] = []
+        self._counts: list[_SpokenLine] = []
+        self._desync: list[_DesyncEntry] = []
+        self._stuck: list[_SpokenLine] = []
+        self._snapshot_number: int | None = None
+        self._inconsistent: dict[int, RecordedCall] = {}
+
+    def feed(self, line: str) -> None:
+        """Read one line, which may be about several things."""
+        if _REPORT_OF_MISMATCH in line:
+            self._feed_mismatch(line)
+        elif barrier := _BARRIER.search(line):
+            self._feed_barrier(barrier)
+        elif match := _TIMEOUT.search(line):
+            self._timeouts += self._assign_rank(match)
+        elif match := _COUNTS.search(line):
+            self._counts += self._assign_rank(match)
+        elif match := _STUCK.search(line):
+            self._stuck += self._assign_rank(match)
+        else:
+            self._feed_desync(line)
+
+    def finish(self) -> WatchdogLog:
+        """Return the content of all lines, with a group for each line."""
+        log = self._log
+        namer = _GroupNamer([*self._timeouts, *self._counts])
+        log.timeouts = list(_join_timeouts(self._timeouts, self._counts, namer))
+        for speaker, match in self._counts:
+            group = namer.name_group(speaker, int(match["number"]) if match["number"] else None)
+            _advance(log, speaker.rank, group, _read_progress(match))
+        for timeout in log.timeouts:
+            # The watchdog reports a rank's oldest unfinished call first.
+            if timeout.call.number and timeout.progress is None:
+                progress = Progress(timeout.call.number, timeout.call.number - 1)
+                _advance(log, timeout.rank, timeout.call.group, progress)
+        if len(self._inconsistent) > 1:
+            log.compared += _pair_different_calls(self._inconsistent)
+        self._add_desync(namer)
+        self._add_stuck_ranks()
+        log.groups = namer.list_groups(log.timeouts)
+        return log
+
+    def _feed_barrier(self, barrier: re.Match[str]) -> None:
+        """Note the ranks that are absent from a monitored barrier of all ranks.
+
+        Another rank 0 than that of all ranks leads the barrier of a smaller group.
+        """
+        if barrier["rank"] in (None, "0"):
+            self._log.is_rank_uncertain |= barrier["rank"] is None
+            self._log.absent += [int(rank) for rank in barrier["absent"].split(",")]
+
+    def _feed_mismatch(self, line: str) -> None:
+        """Note the calls that torch compared. Ranks are counted within the group, which the prefix can show."""
+        match = _MISMATCH.search(line)
+        if match is None or match["rank"] not in (None, match["rank1"]):
+            return
+        self._log.is_rank_uncertain |= match["rank"] is None
+        first = _read_compared_call(match, "1")
+        if match["rank2"]:
+            self._log.compared.append((first, _read_compared_call(match, "2")))
+        else:
+            self._inconsistent.setdefault(*first)
+
+    def _feed_desync(self, line: str) -> None:
+        """Read a line of torch's report on the ranks of a group, which follows the timeout of one of them."""
+        if heading := _SNAPSHOT_HEADING.match(line):
+            self._snapshot_number = int(heading["number"])
+            return
+        reporter = self._timeouts[-1].speaker if self._timeouts else None
+        if reporter is None or reporter.rank != reporter.rank_in_group:
+            return
+        if match := _DESYNC.search(line):
+            number = match["started"] or match["finished"]
+            entry = _DesyncEntry(
+                reporter,
+                ranks=_read_ranks(match["ranks"]),
+                number=int(number) if number else None,
+                is_finished=match["started"] is None,
+            )
+            self._desync.append(entry)
+        elif (match := _SNAPSHOT.match(line)) and self._snapshot_number is not None:
+            entry = _DesyncEntry(
+                reporter,
+                ranks=_read_ranks(match["ranks"]),
+                number=self._snapshot_number,
+                is_finished=match["state"] == "finished",
+                operation=normalise_operation(match["operation"]),
+            )
+            self._desync.append(entry)
+
+    def _add_desync(self, namer: _GroupNamer) -> None:
+        """Add the states of ranks that torch's reports on their group list, and mark the group as whole."""
+        for entry in self._desync:
+            group = namer.name_group(entry.reporter, None)
+            namer.add_ranks(group, entry.ranks)
+            if entry.number is None:
+                continue
+            for rank in entry.ranks:
+                completed = entry.number if entry.is_finished else NONE_COMPLETED
+                _advance(self._log, rank, group, Progress(entry.number, completed))
+                known_call = self._log.unfinished.get(rank)
+                is_named = known_call is not None and known_call.operation != UNKNOWN_OPERATION
+                if not entry.is_finished and not is_named:
+                    self._log.unfinished[rank] = RecordedCall(
+                        group=group,
+                        description=namer.describe(group),
+                        operation=entry.operation,
+                        number=entry.number,
+                        sizes=(),
+                    )
+
+    def _add_stuck_ranks(self) -> None:
+        """Add the ranks whose watchdog was blocked before any call timed out.
+
+        After a timeout the watchdog ends the process, which can block it, too.
+        """
+        times_of_timeouts = [
+            _read_time(line.match.string) for line in self._timeouts + self._counts
+        ]
+        for line in self._stuck:
+            time_of_block = _read_time(line.match.string)
+            is_first = all(
+                time_of_block is not None and time is not None and time_of_block < time
+                for time in times_of_timeouts
+            )
+            if is_first and line.speaker.rank not in self._log.stuck:
+                self._log.stuck.append(line.speaker.rank)
+
+    def _assign_rank(self, match: re.Match[str]) -> list[_SpokenLine]:
+        """Return a list of the line with its rank; empty if the rank is not known.
+
+        If the line names neither a global rank nor a group, and the file belongs to no rank, the rank within the
+        unknown group is taken, and `is_rank_uncertain` is set.
+        """
+        number_in_group = int(match["rank_in_group"] or match["rank_in_unknown_group"])
+        has_group = match["rank_in_group"] is not None
+        group = match["guid"] or match["id"] if has_group else None
+        description = match["description"] or (WORLD if group == "0" else "")
+        has_global_name = match["guid"] is not None or description == WORLD
+        if match["rank"]:
+            rank = int(match["rank"])
+        elif description == WORLD:
+            rank = number_in_group
+        elif self._rank_of_file is not None:
+            rank = self._rank_of_file
+        elif has_group:
+            return []
+        else:
+            self._log.is_rank_uncertain = True
+            rank = number_in_group
+        speaker = _Speaker(
+            rank, number_in_group, group, description=description, has_global_name=has_global_name
+        )
+        return [_SpokenLine(speaker, match)]
+
+
+class _GroupNamer:
+    """Names of the groups of a log's lines, and the ranks that these groups have for certain.
+
+    A rank whose number in the group is its number in the job proves that all lower ranks are in the group, too,
+    because torch sorts the ranks of a group.
+    """
+
+    def __init__(self, spoken_lines: Sequence[_SpokenLine]) -> None:
+        self._ranks: dict[str, set[int]] = {}
+        self._descriptions: dict[str, str] = {}
+        self._whole: set[str] = set()
+        self._group_by_call: dict[tuple[int, int], str] = {}
+        speakers = [spoken.speaker for spoken in spoken_lines]
+        self._ambiguous = _find_ambiguous_groups(speakers)
+        for speaker, match in spoken_lines:
+            if speaker.group is not None:
+                group = self._name_known_group(speaker)
+                self._descriptions[group] = self._descriptions.get(group) or speaker.description
+                if match["number"]:
+                    self._group_by_call[speaker.rank, int(match["number"])] = group
+        self._group_of_others = self._find_group_of_others(spoken_lines)
+        for speaker, match in spoken_lines:
+            number = int(match["number"]) if match["number"] else None
+            self._add_speaker(self.name_group(speaker, number), speaker)
+
+    def name_group(self, speaker: _Speaker, number: int | None) -> str:
+        """Return the group of a line. `number` is that of the line's call; None if it has none."""
+        if speaker.group is not None:
+            return self._name_known_group(speaker)
+        if number is not None and (speaker.rank, number) in self._group_by_call:
+            return self._group_by_call[speaker.rank, number]
+        if self._group_of_others is not None and speaker.rank == speaker.rank_in_group:
+            return self._group_of_others
+        return f"unknown to rank {speaker.rank}"
+
+    def describe(self, group: str) -> str:
+        """Return torch's description of a group; empty if no line has it."""
+        return self._descriptions.get(group, "")
+
+    def add_ranks(self, group: str, ranks: Iterable[int]) -> None:
+        """Add ranks that torch's report lists. Such a report lists all ranks of the group."""
+        self._ranks.setdefault(group, set()).update(ranks)
+        self._whole.add(group)
+
+    def list_groups(self, timeouts: Iterable[ReportedTimeout]) -> list[GroupOfRanks]:
+        """Return the groups with the ranks that they have for certain, whole if their size is known, too.
+
+        An all-gather and a reduce-scatter show the size: its output or input is as many times the other.
+        """
+        for timeout in timeouts:
+            ranks = self._ranks.get(timeout.call.group, set())
+            size = _find_group_size(timeout.line)
+            # Only if the ranks are counted from 0 is it known which ranks the group has.
+            if size and ranks == set(range(max(ranks, default=0) + 1)) and size >= len(ranks):
+                ranks.update(range(size))
+                self._whole.add(timeout.call.group)
+        return [
+            GroupOfRanks(
+                group, self.describe(group), tuple(sorted(ranks)), is_whole=group in self._whole
+            )
+            for group, ranks in self._ranks.items()
+        ]
+
+    def _name_known_group(self, speaker: _Speaker) -> str:
+        """Return the name of a group that the line names, made unique in the job if it is not."""
+        group = str(speaker.group)
+        return f"{group} of rank {speaker.rank}" if group in self._ambiguous else group
+
+    def _add_speaker(self, group: str, speaker: _Speaker) -> None:
+        """Add the rank of a line to its group, and the lower ranks if the line proves that they are members."""
+        is_counted_from_0 = speaker.rank == speaker.rank_in_group and not group.startswith(
+            "unknown"
+        )
+        ranks = range(speaker.rank + 1) if is_counted_from_0 else (speaker.rank,)
+        self._ranks.setdefault(group, set()).update(ranks)
+
+    def _find_group_of_others(self, spoken_lines: Sequence[_SpokenLine]) -> str | None:
+        """Return the group of lines that name none; None if it may be several.
+
+        It is the only group that other lines name, else a group without a name. The numbers of the calls must be
+        close to each other, and without prefixes all ranks must be in one call.
+        """
+        unnamed = [spoken for spoken in spoken_lines if spoken.speaker.group is None]
+        if any(line.speaker.rank != line.speaker.rank_in_group for line in unnamed):
+            return None
+        numbers = [int(line.match["number"]) for line in spoken_lines if line.match["number"]]
+        if numbers and max(numbers) - min(numbers) > MOST_CALLS_APART:
+            return None
+        named = {
+            self._name_known_group(spoken.speaker)
+            for spoken in spoken_lines
+            if spoken.speaker.group is not None
+        }
+        if named:
+            return named.pop() if len(named) == 1 else None
+        calls = {(line.match["number"], line.match["operation"]) for line in unnamed}
+        has_prefixes = all(line.match["rank"] for line in unnamed)
+        return UNNAMED_GROUP if has_prefixes or len(calls) == 1 else None
+
+
+def _find_ambiguous_groups(speakers: Iterable[_Speaker]) -> set[str]:
+    """Return the names of groups that several groups share: two ranks have the same number in them."""
+    ranks_by_number: dict[tuple[str, int], set[int]] = {}
+    for speaker in speakers:
+        if speaker.group is not None and not speaker.has_global_name:
+            key = (speaker.group, speaker.rank_in_group)
+            ranks_by_number.setdefault(key, set()).add(speaker.rank)
+    return {group for (group, _), ranks in ranks_by_number.items() if len(ranks) > 1}
+
+
+def _advance(log: WatchdogLog, rank: int, group: str, progress: Progress) -> None:
+    """Raise the counts of a rank in a group to those of a line, if these are higher."""
+    by_group = log.progress.setdefault(rank, {})
+    known = by_group.get(group, progress)
+    by_group[group] = Progress(
+        max(known.entered, progress.entered), max(known.completed, progress.completed)
+    )
+
+
+_OPERATIONS_ON_ONE_TENSOR = {
+    "_ALLGATHER_BASE": "all_gather_into_tensor",
+    "_REDUCE_SCATTER_BASE": "reduce_scatter_tensor",
+}
+"""Operations that torch tells from those on lists of tensors when it compares calls."""
+
+
+def _read_time(line: str) -> tuple[int, str] | None:
+    """Return month and day as one number, and the time of day, of a line of torch; None if the line has none."""
+    match = _TIME.search(line)
+    return (int(match["date"]), match["time"]) if match else None
+
+
+def _read_compared_call(match: re.Match[str], side: str) -> tuple[int, RecordedCall]:
+    """Return the rank and the call on side `1` or `2` of a mismatch that torch reports."""
+    shape, dtype, operation = (
+        match[f"shape{side}"],
+        match[f"dtype{side}"],
+        match[f"operation{side}"],
+    )
+    call = RecordedCall(
+        group=COMPARED_GROUP,
+        description="",
+        operation=_OPERATIONS_ON_ONE_TENSOR.get(operation) or normalise_operation(operation),
+        number=int(match[f"number{side}"] or 0),
+        sizes=(_read_shape(shape),) if shape else (),
+        dtypes=(dtype,) if dtype else (),
+    )
+    return int(match[f"rank{side}"]), call
+
+
+def _pair_different_calls(calls: dict[int, RecordedCall]) -> list[ComparedCalls]:
+    """Return the pairs of a rank whose call differs from the usual one, and a rank with the usual call.
+
+    torch up to 1.12 reports the call of each rank that finds a difference, without the call that it differs from.
+    """
+    usual_call, _ = Counter(calls.values()).most_common(1)[0]
+    usual_rank = next(rank for rank, call in calls.items() if call == usual_call)
+    return [
+        ((rank, call), (usual_rank, usual_call))
+        for rank, call in calls.items()
+        if call != usual_call
+    ]
+
+
+def _read_shape(text: str) -> tuple[int, ...]:
+    """Return the sizes in a text such as `4, 8`."""
+    return tuple(int(size) for size in text.split(",") if size.strip())
+
+
+def _read_ranks(text: str) -> tuple[int, ...]:
+    """Return the ranks in a text such as `0, 1,2`."""
+    return tuple(int(rank) for rank in text.split(",") if rank.strip())
+
+
+def _join_timeouts(
+    timeouts: Sequence[_SpokenLine], counts: Sequence[_SpokenLine], namer: _GroupNamer
+) -> Iterator[ReportedTimeout]:
+    """Yield the calls that timed out, with group and counts from the line that follows a timeout.
+
+    A call is yielded once. If only the line with the counts is there, the operation is unknown.
+    """
+    counts_by_call: dict[tuple[int, str], list[_SpokenLine]] = {}
+    for count in counts:
+        if count.match["number"]:
+            key = (count.speaker.rank, count.match["number"])
+            counts_by_call.setdefault(key, []).append(count)
+    seen: set[tuple[int, str, int]] = set()
+    stated: set[tuple[int, str]] = set()
+    for line in timeouts:
+        rank, group = line.speaker.rank, line.speaker.group
+        following = [
+            count
+            for count in counts_by_call.get((rank, line.match["number"]), ())
+            if group is None or count.speaker.group in (group, None)
+        ]
+        timeout = _make_timeout(line, following[0] if following else None, namer)
+        key_of_timeout = (rank, timeout.call.group, timeout.call.number)
+        stated.add((rank, line.match["number"]))
+        if key_of_timeout not in seen:
+            seen.add(key_of_timeout)
+            yield timeout
+    for key_of_count, lines in counts_by_call.items():
+        if key_of_count not in stated:
+            yield _make_timeout(lines[0], lines[0], namer)
+
+
+def _make_timeout(
+    line: _SpokenLine, count: _SpokenLine | None, namer: _GroupNamer
+) -> ReportedTimeout:
+    """Return the timeout of a line. Its group is that of the line, else that of the line with the counts."""
+    has_no_group = line.speaker.group is None and count is not None
+    speaker = count.speaker if has_no_group and count is not None else line.speaker
+    fields = line.match.groupdict()
+    operation, number = fields.get("operation"), int(line.match["number"] or 0)
+    sizes: tuple[tuple[int, ...], ...] = ()
+    if fields.get("elements"):
+        sizes = ((int(fields["elements"]),),)
+    elif fields.get("shape"):
+        sizes = (_read_shape(fields["shape"]),)
+    group = namer.name_group(speaker, number or None)
+    call = RecordedCall(
+        group=group,
+        description=namer.describe(group),
+        operation=normalise_operation(operation) if operation else UNKNOWN_OPERATION,
+        number=number,
+        sizes=sizes,
+        is_reported=True,
+    )
+    text = line.match.string
+    start = max(text.find("Watchdog caught"), text.find("Timeout at"), 0)
+    progress = _read_progress(count.match) if count else None
+    return ReportedTimeout(line.speaker.rank, call, progress, text[start:].strip())
+
+
+def _find_group_size(line: str) -> int | None:
+    """Return the number of ranks of a group by the sizes of an all-gather or reduce-scatter; None if it shows none."""
+    match = re.search(
+        r"OpType=_?(ALLGATHER|REDUCE_SCATTER)(?:_BASE)?, *NumelIn=(\d+), *NumelOut=(\d+)", line
+    )
+    if match is None:
+        return None
+    sizes = (int(match[2]), int(match[3]))
+    shard, full = sizes if match[1] == "ALLGATHER" else sizes[::-1]
+    return full // shard if shard and full % shard == 0 and full > shard else None
+
+
+def _read_progress(match: re.Match[str]) -> Progress:
+    """Return the counts of a line."""
+    # torch 2.3 prints uninitialised memory as the last completed call if no call is completed.
+    entered, completed = int(match["entered"]), int(match["completed"])
+    return Progress(entered, completed if completed <= entered else NONE_COMPLETED)

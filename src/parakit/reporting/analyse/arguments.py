@@ -1,0 +1,34 @@
+"""Find the arguments in which lists of arguments differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+
+def find_differing_arguments(
+    lists: Sequence[Mapping[str, str]],
+) -> dict[str, tuple[str, ...]]:
+    """Return the arguments that differ between lists, by name in alphabetical order, with one value per list.
+
+    A list with less than half of the arguments of the longest one is a command line, or has been shortened: an
+    argument that is missing in it is unknown and no difference, and only names of the longer lists are compared.
+    An empty value stands for a missing argument.
+    """
+    longest = max(map(len, lists), default=0)
+    complete = [arguments for arguments in lists if len(arguments) >= longest / 2]
+    shortened = [arguments for arguments in lists if len(arguments) < longest / 2]
+    differing = {}
+    for name in sorted({name for arguments in complete for name in arguments}):
+        values = [arguments.get(name, "") for arguments in complete]
+        values += [arguments[name] for arguments in shortened if name in arguments]
+        if len(set(map(_parse_argument, values))) > 1:
+            differing[name] = tuple(arguments.get(name, "") for arguments in lists)
+    return differing
+
+
+def _parse_argument(text: str) -> float | str:
+    """Return the number that an argument is, so that `0.0001` and `1e-4` are equal; else its text."""
+    try:
+        return float(text)
+    except ValueError:
+        return text

@@ -1,0 +1,71 @@
+"""Read `.txt` files: one document per file, or one per paragraph. Each document becomes a JSON line.
+
+The text of a document is that of the file with `\\n` at the end of each line, without a byte order mark and without
+empty lines at its start and end.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+
+import msgspec
+
+from tools.preprocess.documents import Problem, ProblemKind
+from tools.preprocess.lines import BLOCK_BYTES, Block, Slice
+
+SUFFIX = ".txt"
+_BLANK_LINES = re.compile(rb"(?:\r?\n|\r)(?:[ \t]*(?:\r\n|\n|\r))+")
+"""The end of a line, followed by one or more blank lines."""
+
+
+class TextDocuments(StrEnum):
+    """Stretch of a `.txt` file that is one document."""
+
+    FILE = "file"
+    PARAGRAPH = "paragraph"
+    """Lines up to the next blank line."""
+
+
+def text_blocks(slice_: Slice, offset: int, key: str, documents: TextDocuments) -> Iterator[Block]:
+    """Yield the documents of a `.txt` file as blocks of JSON lines with the key `key`, from a byte on.
+
+    The file is read into memory. A file that is not UTF-8 gives a block that is a problem.
+    """
+    raw = Path(slice_.name).read_bytes()
+    if documents is TextDocuments.FILE:
+        # A blank file ends like an empty one: no block tells the reader so.
+        if offset < len(raw) and raw.strip():
+            yield _make_block([raw], len(raw), key)
+        return
+    start, pending, pending_bytes = offset, list[bytes](), 0
+    while start < len(raw):
+        match = _BLANK_LINES.search(raw, start)
+        end, next_start = (match.start(), match.end()) if match else (len(raw), len(raw))
+        document = raw[start:end].removeprefix(codecs.BOM_UTF8)
+        if document.strip():
+            pending.append(document)
+            pending_bytes += end - start
+        start = next_start
+        if pending_bytes >= BLOCK_BYTES:
+            yield _make_block(pending, start, key)
+            pending, pending_bytes = [], 0
+    if pending:
+        yield _make_block(pending, len(raw), key)
+
+
+def _make_block(documents: list[bytes], next_offset: int, key: str) -> Block:
+    """Return a block of JSON lines, one per document, or of the problem that a document is not UTF-8."""
+    lines = bytearray()
+    for raw in documents:
+        try:
+            text = raw.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            problem = Problem(ProblemKind.INVALID_UTF8, f"byte {error.start + 1} of the document")
+            return Block(next_offset, 0, next_offset, problem)
+        text = text.replace("\r\n", "\n").replace("\r", "\n").strip("\n")
+        lines += msgspec.json.encode({key: text}) + b"\n"
+    return Block(next_offset, len(lines), next_offset, bytes(lines))
