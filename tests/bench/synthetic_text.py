@@ -87,14 +87,14 @@ def write_synthetic(path: Path, size_bytes: int, seed: int = 0, text: str = "eng
 @functools.cache
 def _vocabulary() -> tuple[list[str], NDArray[np.float64]]:
     """Return words with a leading space, and their cumulative frequencies."""
-    counts = Counter(re.findall(r"[A-Za-z']+[.,;:]?", " ".join(sample_documents())))
-    vocabulary = [f" {word}" + ("\n\n" if word.endswith(":") else "") for word in counts]
+    word_counts = Counter(re.findall(r"[A-Za-z']+[.,;:]?", " ".join(sample_documents())))
+    vocabulary = [f" {word}" + ("\n\n" if word.endswith(":") else "") for word in word_counts]
     syllables = np.array(_SYLLABLES.split())
     random = np.random.default_rng(0)
     drawn = syllables[random.integers(0, len(syllables), (_TAIL_WORDS, _MOST_SYLLABLES))].tolist()
     counts = random.integers(2, _MOST_SYLLABLES + 1, _TAIL_WORDS).tolist()
     vocabulary += [" " + "".join(word[:count]) for word, count in zip(drawn, counts, strict=True)]
-    common = np.array(list(counts.values())) / counts.total()
+    common = np.array(list(word_counts.values())) / word_counts.total()
     rare = 1.0 / np.arange(1, _TAIL_WORDS + 1)
     weights = [common * (1 - _TAIL_SHARE), rare / rare.sum() * _TAIL_SHARE]
     return vocabulary, np.cumsum(np.concatenate(weights))

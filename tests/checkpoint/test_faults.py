@@ -44,6 +44,8 @@ EXPERTS = 4
 ITERATION = "iter_0000008"
 FC1, FC2 = "decoder.layers.mlp.linear_fc1.weight", "decoder.layers.mlp.linear_fc2.weight"
 NORM = "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
+MLP_NORM = "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+ROUTER = "decoder.layers.mlp.router.weight"
 E_FC1 = "decoder.layers.mlp.experts.experts.linear_fc1.weight"
 E_FC2 = "decoder.layers.mlp.experts.experts.linear_fc2.weight"
 ARGUMENTS: dict[str, Any] = {
@@ -51,18 +53,21 @@ ARGUMENTS: dict[str, Any] = {
     "swiglu": True,
     "add_bias_linear": False,
     "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
 }
 SHAPES = {
     EMBEDDING: (PADDED, HIDDEN),
     NORM: (LAYERS, HIDDEN),
     QKV: (LAYERS, ROWS, HIDDEN),
     "decoder.layers.self_attention.linear_proj.weight": (LAYERS, HIDDEN, HIDDEN),
+    MLP_NORM: (LAYERS, HIDDEN),
     FC1: (LAYERS, 2 * FFN, HIDDEN),
     FC2: (LAYERS, HIDDEN, FFN),
     "decoder.final_layernorm.weight": (HIDDEN,),
 }
 OF_EXPERTS = {
     **{name: shape for name, shape in SHAPES.items() if name not in (FC1, FC2)},
+    ROUTER: (LAYERS, EXPERTS, HIDDEN),
     E_FC1: (LAYERS, EXPERTS, 2 * FFN, HIDDEN),
     E_FC2: (LAYERS, EXPERTS, HIDDEN, FFN),
 }
@@ -83,11 +88,11 @@ def made(shapes: dict[str, tuple[int, ...]]) -> States:
 
 def rank_part(name: str, whole: Tensor, rank: int) -> Tensor:
     """What a rank of TP 2 has of a tensor of one layer."""
-    if "linear_fc1" in name:
+    if "linear_fc1.weight" in name:
         return torch.cat([half.chunk(2)[rank] for half in whole.chunk(2)])
     if name.endswith(("linear_qkv.weight", EMBEDDING)):
         return whole.chunk(2)[rank].clone()
-    return whole.chunk(2, 1)[rank] if whole.ndim == 2 else whole
+    return whole.chunk(2, 1)[rank] if whole.ndim == 2 and "router" not in name else whole
 
 
 def by_layer(name: str, whole: Tensor) -> Iterator[tuple[str, int | None, Tensor]]:
@@ -96,6 +101,7 @@ def by_layer(name: str, whole: Tensor) -> Iterator[tuple[str, int | None, Tensor
         yield name, None, whole
         return
     fsdp_name = name.replace("self_attention.linear_qkv.layer_norm_", "input_layernorm.")
+    fsdp_name = fsdp_name.replace("mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm.")
     for layer, values in enumerate(whole):
         if ".experts.experts." not in name:
             yield fsdp_name, layer, values
@@ -184,8 +190,10 @@ def save_rank(path: Path, parts: dict[str, States], extra: Extra) -> None:
 
 def as_fsdp(folder: Path, held: States, extra: Extra) -> Path:
     """A name a layer, gate and value apart, arguments and iteration as objects."""
+    # The iteration is no part of the arguments: its digits would move what follows in the file.
+    arguments = {**ARGUMENTS, **{name: extra[name] for name in extra if name != "iteration"}}
     saved: dict[str, Any] = {
-        "args": Namespace(**{**ARGUMENTS, **extra}),
+        "args": Namespace(**arguments),
         "iteration": extra.get("iteration", 8),
     }
     for kind in ("", *KEPT[:2]):
@@ -248,9 +256,9 @@ def test_rank_files_of_format_torch_are_joined_to_full_tensors(tmp_path: Path) -
 def test_a_rank_loads_its_own_file_of_the_format_torch(
     tmp_path: Path, strategy: str, verdict: str
 ) -> None:
-    found = judge_loading(read_contents(as_legacy(tmp_path, made(SHAPES), {})), strategy)
-    assert found.verdict == verdict
-    assert ("--ckpt-format" in found.flags) == verdict.startswith("loads")
+    load_verdict = judge_loading(read_contents(as_legacy(tmp_path, made(SHAPES), {})), strategy)
+    assert load_verdict.verdict == verdict
+    assert ("--ckpt-format" in load_verdict.flags) == verdict.startswith("loads")
 
 
 class Fault(NamedTuple):

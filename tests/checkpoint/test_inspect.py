@@ -61,7 +61,13 @@ def states() -> States:
     def made(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
+    norms = {
+        f"{module}.layer_norm_{parameter}": (HIDDEN,)
+        for module in ("self_attention.linear_qkv", "mlp.linear_fc1")
+        for parameter in ("weight", "bias")
+    }
     inside = {
+        **norms,
         "self_attention.linear_qkv.weight": (ROWS, HIDDEN),
         "self_attention.linear_qkv.bias": (ROWS,),
         "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
@@ -73,6 +79,7 @@ def states() -> States:
     }
     weights = {EMBEDDING: made(PADDED, HIDDEN), POSITIONS: made(16, HIDDEN)}
     weights |= {f"decoder.layers.{name}": made(LAYERS, *size) for name, size in inside.items()}
+    weights |= {f"decoder.final_layernorm.{name}": made(HIDDEN) for name in ("weight", "bias")}
     moments = {
         f"optimizer.state.{moment}.{name}": made(*weight.shape)
         for moment in ("exp_avg", "exp_avg_sq")
@@ -140,24 +147,83 @@ def test_the_last_lines_say_what_was_checked_and_what_was_not(
     healthy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = closing_lines(healthy, capsys)
-    assert "10 tensors against the model of the arguments (attention, embedding, MLP)" in lines
+    parts = "(attention, embedding, MLP, norms)"
+    assert f"16 tensors against the model of the arguments {parts}" in lines
     assert "the optimizer's moments against the weights" in lines
     unchecked = lines.partition("Not checked: ")[2]
-    assert unchecked.startswith("norms, because")
-    assert "values, because only VERIFY=1 reads them" in unchecked
+    assert unchecked.startswith("values, because only VERIFY=1 reads them")
     lines = closing_lines(healthy, capsys, verify=True)
     assert "every piece against its checksums" in lines
     assert "VERIFY=1" not in lines
 
 
-def test_unchecked_parts_of_a_mixture_of_experts_are_named(
+def test_parts_of_a_mixture_of_experts_are_missed_and_unknown_modules_are_not_claimed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = {name: values for name, values in states().items() if ".mlp." not in name}
+    held = {name: values for name, values in states().items() if ".mlp.linear_fc" not in name}
     folder = written(tmp_path, held, num_experts=4, moe_ffn_hidden_size=FFN, moe_router_topk=1)
-    lines = closing_lines(folder, capsys)
-    assert "(attention, embedding)" in lines
-    assert "Not checked: experts, norms, router, because" in lines
+    problems = " ".join(find_problems(read_contents(folder)))
+    for name in (
+        "router.weight",
+        "experts.experts.linear_fc1.weight",
+        "linear_fc1.layer_norm_bias",
+    ):
+        assert f"decoder.layers.mlp.{name} is missing" in problems
+    held = states()
+    for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
+        held[f"{prefix}decoder.layers.adapter.weight"] = torch.ones(LAYERS, 2)
+    lines = closing_lines(written(tmp_path / "adapter", held), capsys)
+    assert "Not checked: 1 tensor such as decoder.layers.adapter.weight, because no rule" in lines
+
+
+def test_a_buffer_of_the_router_needs_no_moments(tmp_path: Path) -> None:
+    """The optimizer does not train the biases by which Megatron balances experts."""
+    experts = {"router.weight": (4, HIDDEN), "router.expert_bias": (4,)}
+    experts |= {"experts.experts.linear_fc1.weight": (4, FFN, HIDDEN)}
+    experts |= {"experts.experts.linear_fc1.bias": (4, FFN), "router.bias": (4,)}
+    experts |= {"experts.experts.linear_fc2.weight": (4, HIDDEN, FFN)}
+    experts |= {"experts.experts.linear_fc2.bias": (4, HIDDEN)}
+    held = {
+        name: values
+        for name, values in states().items()
+        if ".mlp." not in name or "layer_norm" in name
+    }
+    for name, shape in experts.items():
+        for prefix in ("", "optimizer.state.exp_avg.", "optimizer.state.exp_avg_sq."):
+            if not (prefix and "expert_bias" in name):
+                held[f"{prefix}decoder.layers.mlp.{name}"] = torch.ones(LAYERS, *shape)
+    mixture = {"num_experts": 4, "moe_ffn_hidden_size": FFN, "moe_router_topk": 1}
+    mixture["moe_router_enable_expert_bias"] = True
+    assert find_problems(read_contents(written(tmp_path, held, **mixture))) == ()
+    del held["decoder.layers.mlp.router.expert_bias"]
+    folder = written(tmp_path / "without", held, **mixture)
+    assert "router.expert_bias is missing" in " ".join(find_problems(read_contents(folder)))
+
+
+@pytest.mark.usefixtures("within_a_minute")
+@pytest.mark.parametrize("attack", ["system", "popen", "write"])
+def test_a_hostile_common_state_is_not_executed_and_is_a_fault(
+    healthy: Path, tmp_path: Path, attack: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "touched"
+    calls: dict[str, tuple[object, tuple[object, ...]]] = {
+        "system": (os.system, (f"touch {target}",)),
+        "popen": (subprocess.Popen, (["touch", str(target)],)),
+        "write": (Path.touch, (target,)),
+    }
+
+    class Hostile:
+        def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+            return calls[attack]
+
+    copy = Path(shutil.copytree(healthy, tmp_path / "copy"))
+    common = {"args": Namespace(**ARGUMENTS), "iteration": 8, "extra": Hostile()}
+    torch.save(common, copy / "iter_0000008/common.pt")
+    assert inspect_command(str(copy), None, "tp2", verify=False) == 1
+    assert re.search(
+        r"common\.pt calls \S+ when it is loaded.*do not load it", capsys.readouterr().err
+    )
+    assert not target.exists()
 
 
 def test_without_arguments_no_model_is_claimed(
@@ -351,8 +417,8 @@ def test_differing_tensors_of_two_checkpoints_are_named(
     held = states()
     change(held)
     relations = compare_weights(read_contents(healthy), read_contents(written(tmp_path, held)))
-    assert {one.name for one in relations if one.relation != "equal"} == {name}
-    only = next(one for one in relations if one.name == name)
+    assert {pair.name for pair in relations if pair.relation != "equal"} == {name}
+    only = next(pair for pair in relations if pair.name == name)
     assert only.relation == relation
     assert detail in only.detail
 
@@ -435,10 +501,10 @@ def test_fsdps_checkpoints_are_compared_by_their_own_names(tmp_path: Path) -> No
 def test_strategy_loads_all_states_or_some_or_refuses(
     healthy: Path, strategy: str, verdict: str, flags: tuple[str, ...], reason: str
 ) -> None:
-    found = judge_loading(read_contents(healthy), strategy)
-    assert found.verdict == verdict
-    assert set(flags) <= set(found.flags)
-    assert reason in " ".join(found.reasons)
+    load_verdict = judge_loading(read_contents(healthy), strategy)
+    assert load_verdict.verdict == verdict
+    assert set(flags) <= set(load_verdict.flags)
+    assert reason in " ".join(load_verdict.reasons)
 
 
 UNTIED = "--untie-embeddings-and-output-weights"
@@ -507,7 +573,8 @@ def test_a_legacy_checkpoint_is_read_and_nothing_in_its_pickle_is_run(tmp_path: 
         ("mp_rank_00.embedding.weight", (3, 2), "bfloat16")
     ]
     assert contents.states == ("optimizer",)
-    assert contents.problems == (
+    assert "calls pathlib.Path.touch when it is loaded" in contents.problems[0]
+    assert contents.problems[1:] == (
         "mp_rank_00 is of iteration 4, not of 8.",
         "mp_rank_01 is missing: the checkpoint's arguments imply it.",
     )

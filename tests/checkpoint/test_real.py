@@ -10,9 +10,9 @@ from rich.console import Console
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, LOG_FILE
 from parakit.artifacts.torch_dist import TRACKER_FILE
+from parakit.checkpoint import reshard_command as reshard
 from parakit.checkpoint.checks import find_problems, judge_loading
 from parakit.checkpoint.contents import read_contents
-from parakit.checkpoint.reshard import reshard
 from parakit.launch.options import Saving
 from tests.checkpoint.forked import Runs, forked
 from tests.checkpoint.test_inspect import FORMS, UNDER, UNTIED
@@ -91,6 +91,34 @@ def test_megatron_loads_what_the_verdict_says_it_loads(runs: Runs, form: str) ->
             runs.train(target, iterations=3, shared_start=False, extra=flags)
         log = (max(runs.folder.glob("2*")) / LOG_FILE).read_text()
         assert re.search(r"KeyError: '(model|output_layer\.weight)'", log), strategy
+
+
+RANK_FILES = {
+    "tp2": ("refuses", "loads", "refuses", "refuses", "refuses", "refuses", "refuses"),
+    "dp2": ("loads", "refuses", "refuses", "loads", "refuses", "refuses", "refuses"),
+}
+"""Whether a checkpoint of the format `torch` loads under each of `UNDER`, by the strategy that saved it."""
+
+
+@pytest.mark.parametrize("first", RANK_FILES)
+def test_megatron_loads_the_rank_files_that_the_verdict_says_it_loads(
+    runs: Runs, first: str
+) -> None:
+    legacy = ("--ckpt-format", "torch")
+    saving = runs.train(
+        f"train-{first}-gpt2-tiny-2cpu", iterations=2, saving=Saving(2), extra=legacy
+    )
+    folder = saving / CHECKPOINTS_FOLDER
+    contents = read_contents(folder)
+    assert find_problems(contents, reads_pieces=True) == ()
+    load = ("--load", str(folder), "--exit-on-missing-checkpoint")
+    for strategy, expected in zip(UNDER, RANK_FILES[first], strict=True):
+        verdict = judge_loading(contents, strategy)
+        assert verdict.verdict.partition(" ")[0] == expected, strategy
+        if expected == "loads":
+            target, flags = f"train-{strategy}-gpt2-tiny-2cpu", (*load, *verdict.flags)
+            run = runs.train(target, iterations=3, shared_start=False, extra=flags)
+            assert "successfully loaded checkpoint" in (run / LOG_FILE).read_text(), strategy
 
 
 @pytest.mark.parametrize(

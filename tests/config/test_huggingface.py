@@ -12,7 +12,7 @@ from parakit.config.flags import Flags, drop_flags, merge_flags
 from parakit.config.huggingface import build_config, read_config_flags, read_exact_config_flags
 from parakit.config.model import find_model
 from parakit.costs.tensors import total_parameters
-from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from tests.convert.hf.folders import FAMILIES, GPT2, LLAMA, LLAMA3_SCALING, YARN
 
 
 def written(folder: Path, config: dict[str, Any]) -> Path:
@@ -32,13 +32,34 @@ def flags(folder: Path, config: dict[str, Any]) -> Flags:
         {**GPT2, "activation_function": "gelu_new", "tie_word_embeddings": False},
         {**LLAMA, "head_dim": 6, "rms_norm_eps": 1e-6, "rope_scaling": LLAMA3_SCALING},
         {**LLAMA, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {**LLAMA, "rope_scaling": {**YARN, "beta_fast": 24.0, "truncate": False}},
+        *(
+            config
+            for config in FAMILIES.values()
+            if config["model_type"] not in ("mistral", "phi3")
+        ),
     ],
 )
 def test_flags_of_a_config_convert_back_to_the_config(
     tmp_path: Path, config: dict[str, Any]
 ) -> None:
     flag_list = read_exact_config_flags(written(tmp_path, config))
-    assert build_config(flag_list, "float32").items() >= config.items()
+    built = build_config(flag_list, "float32")
+    # Fields without an effect: no window is used, no loss balances the experts, and nothing is padded.
+    unstated = ("use_sliding_window", "router_aux_loss_coef", "pad_token_id")
+    expected = {name: value for name, value in config.items() if name not in unstated}
+    assert {name: built.get(name) for name in expected} == expected
+
+
+def test_a_router_has_the_loss_and_the_probabilities_of_transformers(tmp_path: Path) -> None:
+    """By default transformers balances no experts, and Qwen's routers do not scale probabilities to 1."""
+    mixture = FAMILIES["qwen3_moe"]
+    assert flags(tmp_path, mixture).number("--moe-aux-loss-coeff") == 0
+    assert not flags(tmp_path, mixture).has("--moe-router-pre-softmax")
+    other = flags(tmp_path, {**mixture, "output_router_logits": True, "norm_topk_prob": False})
+    assert other.number("--moe-aux-loss-coeff") == 0.001
+    assert other.has("--moe-router-pre-softmax")
+    assert not flags(tmp_path, FAMILIES["mixtral"]).has("--moe-router-pre-softmax")
 
 
 def test_rope_parameters_of_transformers_5_equal_theta_and_scaling_of_4(tmp_path: Path) -> None:
@@ -66,7 +87,11 @@ def test_flags_contain_a_non_default_epsilon_and_the_kind_of_gelu(tmp_path: Path
     [
         ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "low_freq_factor": 2.0}}, "low_freq_factor"),
         ({**LLAMA, "rope_scaling": {**LLAMA3_SCALING, "high_freq_factor": 8}}, "high_freq_factor"),
-        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type"),
+        ({**LLAMA, "rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type"),
+        ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.5}}, "factor = 2.5"),
+        ({**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor"),
+        ({**LLAMA, "model_type": "qwen3"}, "head_dim = null"),
+        ({**FAMILIES["mixtral"], "router_jitter_noise": 0.1}, "router_jitter_noise"),
         ({**LLAMA, "rope_theta": 10000.5}, "rope_theta"),
         ({**LLAMA, "attention_bias": True}, "attention_bias"),
         ({**LLAMA, "mlp_bias": True}, "mlp_bias"),
@@ -75,7 +100,13 @@ def test_flags_contain_a_non_default_epsilon_and_the_kind_of_gelu(tmp_path: Path
         ({**GPT2, "activation_function": {"name": "gelu"}}, "activation_function"),
         ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
         ({**GPT2, "embd_pdrop": 0.2}, "embd_pdrop"),
-        ({**LLAMA, "model_type": "mistral"}, "model_type 'mistral', whose weights"),
+        *(
+            (
+                {**LLAMA, "model_type": name},
+                f"model_type '{name}', whose weights.*Megatron-Bridge may",
+            )
+            for name in ("gemma2", "gemma3_text", "olmoe", "gpt_oss", "deepseek_v3")
+        ),
         ({**LLAMA, "model_type": "bert"}, "model_type 'bert', whose weights"),
         ({**LLAMA, "quantization_config": {"bits": 4}}, "quantization_config; convert"),
     ],
@@ -95,8 +126,16 @@ def test_planner_accepts_configs_that_cannot_be_converted(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--num-experts", "8"), "--num-experts"),
-        (("--qk-layernorm",), "--qk-layernorm"),
+        (
+            ("--num-experts", "8", "--moe-shared-expert-gate"),
+            "--moe-shared-expert-gate, which Mixtral",
+        ),
+        (("--qk-layernorm", "--add-qkv-bias"), "--qk-layernorm with --add-qkv-bias"),
+        (("--multi-latent-attention",), "--multi-latent-attention .*Megatron-Bridge may"),
+        (
+            ("--num-experts", "8", "--moe-router-pre-softmax"),
+            "--moe-router-pre-softmax, which Mixtral",
+        ),
         (("--normalization", "LayerNorm"), "--normalization LayerNorm with rotary"),
     ],
 )

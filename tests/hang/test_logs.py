@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from parakit.hang.command import why_hang
-from parakit.hang.evidence import Progress
+from parakit.hang.evidence import UNNAMED_GROUP, Progress
 from parakit.hang.gather import gather_evidence
 from parakit.hang.verdict import HangVerdict, judge_hang
-from parakit.hang.watchdog import UNNAMED_GROUP, ReportedTimeout, read_watchdog
+from parakit.hang.watchdog import ReportedTimeout, read_watchdog
 
 CAUGHT = "Watchdog caught collective operation timeout: WorkNCCL("
 TIMED_OUT = "Timeout(ms)=600000) ran for 600029 milliseconds before timing out."
@@ -307,3 +307,25 @@ def test_folder_of_torchrun_shows_rank_of_log(tmp_path: Path) -> None:
     line = f"[E] [PG 3 Rank 1] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, {SIZES}{TIMED_OUT}\n"
     (folder / "stderr.log").write_text(line)
     assert judge_hang(gather_evidence([tmp_path])).waiting == (7,)
+
+
+def test_lines_without_a_group_are_not_compared(tmp_path: Path) -> None:
+    """Rank 0 is the first rank of each of its groups, so that its line may be of another one than rank 1's."""
+    lines = [
+        f"[rank{rank}]:[E] [Rank {rank}] {CAUGHT}SeqNum=7, OpType=ALLREDUCE, NumelIn={size}, NumelOut={size}, "
+        f"{TIMED_OUT}"
+        for rank, size in ((0, 4), (1, 9))
+    ]
+    verdict = judge_log(tmp_path, *lines)
+    assert (verdict.culprits, verdict.suspects, verdict.kind) == ((), (), None)
+
+
+def test_error_of_rank_in_log_names_it(tmp_path: Path) -> None:
+    error = (
+        "[rank2]: Traceback (most recent call last):\n"
+        '[rank2]:   File "/home/me/train.py", line 7, in <module>\n'
+        "[rank2]: ValueError: the sample is damaged"
+    )
+    verdict = judge_log(tmp_path, error, *(describe_timeout(rank, 7) for rank in (0, 1)))
+    assert verdict.culprits == (2,)
+    assert "Its log reports: ValueError: the sample is damaged" in verdict.sentence

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from parakit.hang.evidence import Frame
 from parakit.hang.gather import gather_evidence
-from parakit.hang.place import locate_frames
+from parakit.hang.place import is_outside_training, locate_frames
 from parakit.hang.texts import is_stacks, read_stacks
 from parakit.hang.verdict import judge_hang
 from parakit.hang.waits import is_in_collective
@@ -140,3 +140,14 @@ def test_code_of_training_loop_is_no_startup() -> None:
     )
     assert locate_frames(frames).part == "the training loop"
     assert locate_frames(frames[2:]).part == "start-up"
+
+
+def test_start_up_holds_data_sets_and_checkpoint_that_it_loads() -> None:
+    training = "/m/megatron/training/training.py"
+    pretrain = Frame("pretrain", training, 1100)
+    for function in ("build_train_valid_test_data_iterators", "load_checkpoint", "pretrain"):
+        assert is_outside_training((Frame(function, training, 9), pretrain))
+    train = Frame("train", training, 3400)
+    assert is_outside_training((train, pretrain))
+    for function in ("train_step", "evaluate", "save_checkpoint"):
+        assert not is_outside_training((Frame(function, training, 9), train, pretrain))

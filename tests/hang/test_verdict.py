@@ -505,3 +505,20 @@ def test_minute_beyond_usual_pauses_is_a_sign_of_a_hang(tmp_path: Path) -> None:
     job.call((0,), "0", done=False)
     job.entries[0][-1]["time_created_ns"] = START - 40 * SECOND
     assert verdict(job, tmp_path).culprits == (1,)
+
+
+def test_rank_that_left_is_named_and_not_those_that_lost_their_connection(tmp_path: Path) -> None:
+    job = Job({"0": (WORLD, range(4))})
+    for _ in range(3):
+        job.call(range(4), "0")
+    # Ranks 1 and 3 raised in the next call, which then counts as completed, and wrote their dumps at once.
+    job.call((0,), "0", done=False)
+    job.call((1, 3), "0")
+    for rank in (1, 3):
+        path = tmp_path / f"rank{rank}.pkl"
+        failed_ns = job.entries[rank][-1]["time_created_ns"] + SECOND
+        path.write_bytes(pickle.dumps(job.dump(rank) | {"dumped_ns": failed_ns}))
+    (tmp_path / "rank0.pkl").write_bytes(pickle.dumps(job.dump(0)))
+    (tmp_path / ASKED_FILE).write_text(str(START + 20 * SECOND))
+    hang_verdict = judge_hang(gather_evidence([tmp_path]))
+    assert (hang_verdict.culprits, hang_verdict.waiting) == ((2,), (0,))

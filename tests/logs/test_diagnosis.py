@@ -108,6 +108,32 @@ def test_first_real_error_beats_lost_connections_and_the_epilogue(tmp_path):
     assert diagnosis.reason.startswith("rank 1: ValueError: heads 20 are not divisible by 3")
 
 
+FAILED_LOAD = """[rank{0}]: Traceback (most recent call last):
+[rank{0}]:   File "/torch/distributed/checkpoint/utils.py", line 200, in reduce_scatter
+[rank{0}]:     raise result
+[rank{0}]: torch.distributed.checkpoint.api.CheckpointException: CheckpointException ranks:dict_keys([0])
+[rank{0}]: Traceback (most recent call last): (RANK 0)
+[rank{0}]:   File "/torch/distributed/checkpoint/utils.py", line 163, in reduce_scatter
+[rank{0}]:     local_data = map_fun()
+[rank{0}]:   File "/megatron/core/dist_checkpointing/strategies/torch.py", line 541, in create_local_plan
+[rank{0}]:     self._validate_global_shapes(self.metadata, self.shapes_validation_sharded_tensors)
+[rank{0}]: KeyError: 'output_layer.weight'
+
+"""
+
+
+def test_a_failed_load_says_its_cause_and_not_torchs_wrapper(tmp_path):
+    """torch raises an exception that lists ranks, and prints the traceback of each below it."""
+    judgement = judged(tmp_path, FAILED_LOAD.format(0) + FAILED_LOAD.format(1) + EPILOGUE, 1)
+    assert judgement.status is Status.CRASHED
+    assert "KeyError: 'output_layer.weight'" in judgement.reason
+    assert "CheckpointException" not in judgement.reason
+    wrapper_alone = FAILED_LOAD.format(0).partition(
+        "[rank0]: Traceback (most recent call last): ("
+    )[0]
+    assert "CheckpointException ranks" in judged(tmp_path, wrapper_alone + EPILOGUE, 1).reason
+
+
 def test_assertion_without_message_is_reported_with_its_condition_and_line(tmp_path):
     diagnosis = judged(tmp_path, traceback("AssertionError"), 1)
     assert "AssertionError: args.hidden_size does not hold, in arguments.py:431" in diagnosis.reason

@@ -65,6 +65,13 @@ EXPECTED = {
         (1324, 68, None, None, None, None),
         (1325, 66, None, None, None, None),
     ],
+    # Means of ten steps between evaluations.
+    "modded-nanogpt-evaluations": [
+        (3010, None, None, None, None, None),
+        (3020, 187.2, None, None, None, None),
+        (3030, 188.2, None, None, None, None),
+        (3040, 187.7, None, None, None, None),
+    ],
     "nanochat": [
         (4, 989.44, 8.893647, None, None, (ALL, 529882)),
         (5, 991.09, 8.530593, None, None, (ALL, 529000)),

@@ -8,9 +8,11 @@ rewritten: then tensors stay as they are, and their values are copied.
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
 import pickle
 import zipfile
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -181,6 +183,89 @@ def describe_saved(archive: zipfile.ZipFile) -> Any:
     name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
     # The member is read to its end, because only there its checksum is compared.
     return InertUnpickler(io.BytesIO(archive.read(name))).load()
+
+
+def find_foreign_function(archive: zipfile.ZipFile) -> str | None:
+    """Return a function that `torch.load` would call for a file of `torch.save`, and that no trainer stores.
+
+    None means that the pickle names only classes, and functions of torch and of Python's own containers.
+
+    Raises:
+        Exception: A damaged pickle raises anything.
+    """
+    name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
+    unpickler = _NamingUnpickler(io.BytesIO(archive.read(name)))
+    unpickler.load()
+    return next(filter(_is_foreign_function, unpickler.names), None)
+
+
+def _is_foreign_function(name: str) -> bool:
+    """Return True for a function, or a class that starts programs, outside of the trusted packages."""
+    root, last = name.partition(".")[0], name.rpartition(".")[2]
+    if root in _TRUSTED_PACKAGES or name in _TRUSTED_NAMES:
+        return False
+    # Classes are stored with their objects, and making an object of most classes does nothing.
+    return root in _UNTRUSTED_PACKAGES or not last.lstrip("_")[:1].isupper()
+
+
+class _NamingUnpickler(InertUnpickler):
+    """Unpickler that also collects the names in the pickle, and the attributes of classes that it calls."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        super().__init__(file)
+        self.names: list[str] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return a stand-in for the class, and note `module.name` as Python 3 names it."""
+        module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
+        self.names.append(f"{module}.{name}")
+        if (module, name) == ("builtins", "getattr"):
+            return functools.partial(_Attribute, self.names)
+        return super().find_class(module, name)
+
+
+class _Attribute(StandIn):
+    """Attribute of a stand-in, which notes its name if the pickle calls it."""
+
+    source = ("builtins", "getattr")
+
+    def __call__(self, *_: Any, **__: Any) -> StandIn:
+        """Note the name of the attribute, and return the object itself."""
+        names, owner, attribute = self.arguments
+        names.append(".".join((*getattr(owner, "source", ("",)), str(attribute))))
+        return self
+
+
+_TRUSTED_PACKAGES = frozenset(
+    (
+        *("torch", "numpy", "collections", "copyreg", "_codecs", "argparse", "enum", "types"),
+        *("megatron", "apex", "transformer_engine", "nemo", "lightning", "omegaconf", "datetime"),
+    )
+)
+"""Packages whose functions trainers store, such as those that rebuild a tensor or an array."""
+_TRUSTED_NAMES = {"functools.partial"} | frozenset(
+    f"builtins.{name}"
+    for name in (
+        *("bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "getattr", "int"),
+        *("list", "object", "range", "set", "slice", "str", "tuple", "type"),
+    )
+)
+_UNTRUSTED_PACKAGES = frozenset(
+    (
+        "os",
+        "posix",
+        "nt",
+        "subprocess",
+        "sys",
+        "importlib",
+        "runpy",
+        "shutil",
+        "socket",
+        "pty",
+        "ctypes",
+    )
+)
+"""Packages of Python of which a checkpoint needs neither functions nor classes."""
 
 
 def rewrite_saved(saved: bytes, change: Callable[[Any], Any]) -> bytes:

@@ -93,13 +93,25 @@ class Status(StrEnum):
 
 
 @dataclass(frozen=True)
-class DatasetIdentity:
-    """Data set of a run."""
+class BlendPartIdentity:
+    """A data set of a blend: its path, its weight and the hash of its tokens."""
 
     prefix: str
+    weight: str | None
+    sha256: str
+
+
+@dataclass(frozen=True)
+class DatasetIdentity:
+    """Data set of a run, or the blend of several."""
+
+    prefix: str
+    """Path without suffix; of a blend the text of DATA=."""
     sha256: str | None = None
     """Hash of the `.bin` file as the run read it (`Dataset.content_sha256`); None in records of older versions
-    if the data set had no manifest."""
+    if the data set had no manifest. Of a blend, the hash of weights and hashes of its data sets."""
+    parts: tuple[BlendPartIdentity, ...] | None = None
+    """The data sets of a blend; None if there is only one data set."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from parakit.artifacts.pickles import DescribedTensor, InertUnpickler, describe_saved, read_values
+from parakit.artifacts.pickles import (
+    DescribedTensor,
+    InertUnpickler,
+    describe_saved,
+    find_foreign_function,
+    read_values,
+)
 from parakit.config.files import open_regular_file, read_regular_file
 
 if TYPE_CHECKING:
@@ -157,6 +163,16 @@ def describe_object(folder: Path, part: StoredPart) -> Any:
     """
     with _open_archive(folder, part) as archive:
         return describe_saved(archive)
+
+
+def find_foreign_function_in(folder: Path, part: StoredPart) -> str | None:
+    """Return a function that loading a stored object would call, and that no trainer stores; None without one.
+
+    Raises:
+        DamagedCheckpointError: The object cannot be read.
+    """
+    with _open_archive(folder, part) as archive:
+        return find_foreign_function(archive)
 
 
 def read_bytes(folder: Path, part: StoredPart) -> bytes:

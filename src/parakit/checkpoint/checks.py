@@ -14,7 +14,6 @@ from parakit.artifacts.checkpoints import MANIFEST_FILE, Checkpoint, check_uncha
 from parakit.artifacts.torch_dist import (
     EMBEDDING,
     OUTPUT,
-    VOCABULARY,
     DamagedCheckpointError,
     Shape,
     read_box,
@@ -32,6 +31,8 @@ from parakit.checkpoint.contents import (
     Contents,
     parse_folder_iteration,
 )
+from parakit.checkpoint.model_comparison import compare_with_model
+from parakit.checkpoint.model_tensors import list_model_tensors
 from parakit.checkpoint.parallelism import changes_model_parallel_ranks
 from parakit.config.model import ModelShape
 from parakit.config.run import RunSpec
@@ -44,9 +45,11 @@ from parakit.config.strategy import (
     strategy_name,
 )
 from parakit.costs import find_violations
+from parakit.formatting.units import plural
 
 _MOMENT = re.compile(r"(?:.*\.)?optimizer\.state\.(exp_avg|exp_avg_sq)\.(.+)")
-_LAYERS = "decoder.layers."
+_UNTRAINED = ".router.expert_bias"
+"""End of the name of a buffer that Megatron stores with the weights and updates without the optimizer."""
 _NOT_STORED = "It holds none: it was saved with {} or converted."
 _RESHARDABLE = ("fully_reshardable", "fully_sharded_model_space")
 """Formats of the distributed optimizer that Megatron 0.19 loads under any TP and PP."""
@@ -89,18 +92,16 @@ def describe_coverage(contents: Contents, reads_pieces: bool = False) -> CheckCo
         reason = "the checkpoint holds no arguments that define a model"
         unchecked.append(f"which tensors the model has, because {reason}")
     else:
-        compared_names = _list_compared_names(contents, contents.spec.shape)
+        compared_names = compare_with_model(contents, contents.spec.shape).compared_names
         compared_parts = {_model_part(name) for name in compared_names}
         listed = ", ".join(sorted(compared_parts, key=str.lower)) or "none"
         checked.append(
             f"{len(compared_names)} tensors against the model of the arguments ({listed})"
         )
-        parts = _list_model_parts(contents.spec.shape)
-        parts |= {_model_part(name) for name in contents.weights.keys() - compared_names}
-        if uncompared_parts := parts - compared_parts:
-            listed = ", ".join(sorted(uncompared_parts, key=str.lower))
-            reason = "the tensors that the arguments ask for are not worked out there"
-            unchecked.append(f"{listed}, because {reason}")
+        if other_names := sorted(contents.weights.keys() - compared_names):
+            reason = "no rule here says which models have them"
+            tensors = plural(len(other_names), "tensor")
+            unchecked.append(f"{tensors} such as {other_names[0]}, because {reason}")
     if any(_MOMENT.fullmatch(name) for name in contents.shapes):
         checked.append("the optimizer's moments against the weights")
     elif "optimizer" in contents.states:
@@ -122,33 +123,6 @@ def _describe_hugging_face_coverage(contents: Contents) -> CheckCoverage:
     return CheckCoverage((tensors,), (unchecked_values,))
 
 
-def _list_compared_names(contents: Contents, shape: ModelShape) -> set[str]:
-    """Return the names of the weights that `_find_misfits` compares with the model of the arguments."""
-    names = {EMBEDDING, *([OUTPUT] if OUTPUT in contents.shapes else [])}
-    has_stacked_layers = _has_stacked_layers(contents)
-    for name in expected_tensor_shapes(shape):
-        if has_stacked_layers or not name.startswith(_LAYERS):
-            names.add(name)
-    return names & contents.weights.keys()
-
-
-def _has_stacked_layers(contents: Contents) -> bool:
-    """Return True if one tensor holds all layers; Megatron stores layers that differ one by one."""
-    return not any(re.match(r"decoder\.layers\.\d", name) for name in contents.shapes)
-
-
-def _list_model_parts(shape: ModelShape) -> set[str]:
-    """Return the parts that a model has by its arguments, under the names of `_model_part`."""
-    parts = {"attention", "embedding", "norms"}
-    if shape.experts:
-        parts |= {"experts", "router"}
-    else:
-        parts.add("MLP")
-    if shape.mtp_layers:
-        parts.add("MTP")
-    return parts
-
-
 def _model_part(name: str) -> str:
     """Return the part of a model that a tensor belongs to, such as `attention`; by its name."""
     if name == OUTPUT:
@@ -166,40 +140,6 @@ _PARTS = {
     ".mlp.": "MLP",
 }
 """Parts of a model by a piece of their tensors' names. The first piece that a name contains decides."""
-
-
-def expected_tensor_shapes(shape: ModelShape) -> dict[str, Shape]:
-    """Return the shapes of a model's tensors in Megatron's distributed format, by name.
-
-    A weight of all layers is one tensor. Left out are tensors whose rows TP may pad, and the layers of models
-    with experts, Mamba mixers, latent attention or more than one kind of layer.
-    """
-    layers, hidden = shape.layers, shape.hidden
-    expected: dict[str, Shape] = {}
-    if shape.positions:
-        expected["embedding.position_embeddings.weight"] = (shape.positions, hidden)
-    if len(shape.blocks) > 1 or shape.mamba or shape.latent:
-        return expected
-    gate = 2 if shape.output_gate else 1
-    qkv_rows = shape.head_width * (shape.heads * gate + 2 * shape.query_groups)
-    layer_shapes: dict[str, Shape] = {
-        "self_attention.linear_qkv.weight": (qkv_rows, hidden),
-        "self_attention.linear_proj.weight": (hidden, shape.heads * shape.head_width),
-    }
-    if shape.bias or shape.qkv_bias:
-        layer_shapes["self_attention.linear_qkv.bias"] = (qkv_rows,)
-    if shape.bias:
-        layer_shapes["self_attention.linear_proj.bias"] = (hidden,)
-    if not shape.experts:
-        fc1_rows = shape.ffn_hidden * (2 if shape.gated else 1)
-        layer_shapes["mlp.linear_fc1.weight"] = (fc1_rows, hidden)
-        layer_shapes["mlp.linear_fc2.weight"] = (hidden, shape.ffn_hidden)
-        if shape.bias:
-            layer_shapes["mlp.linear_fc1.bias"] = (fc1_rows,)
-            layer_shapes["mlp.linear_fc2.bias"] = (hidden,)
-    for name, layer_shape in layer_shapes.items():
-        expected[f"{_LAYERS}{name}"] = (layers, *layer_shape)
-    return expected
 
 
 def describe_model_mismatch(folder: Path, shape: ModelShape, model: str) -> str | None:
@@ -220,7 +160,7 @@ def describe_model_mismatch(folder: Path, shape: ModelShape, model: str) -> str 
         stored = read_metadata(folder / f"iter_{iteration:07d}").tensors
     except DamagedCheckpointError:
         return None
-    for name, expected in expected_tensor_shapes(shape).items():
+    for name, expected in _list_stacked_shapes(shape):
         if name in stored and stored[name].shape != expected:
             return (
                 f"{folder} is a checkpoint of another model: its {name} is {list(stored[name].shape)}, "
@@ -234,6 +174,14 @@ def describe_model_mismatch(folder: Path, shape: ModelShape, model: str) -> str 
             f"{shape.hidden}; name another checkpoint, or the model that was saved."
         )
     return None
+
+
+def _list_stacked_shapes(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
+    """Yield names and shapes of a model's tensors, with all layers stacked, as if all layers had them."""
+    for tensor in list_model_tensors(shape):
+        layers = (len(tensor.layers),) if tensor.layers else ()
+        for name in tensor.names:
+            yield name, (*layers, *tensor.shape)
 
 
 def _iterate_problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
@@ -251,7 +199,7 @@ def _iterate_problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
         except DamagedCheckpointError as error:
             yield f"{error}."
     if contents.spec is not None:
-        yield from _find_misfits(contents, contents.spec.shape)
+        yield from compare_with_model(contents, contents.spec.shape).problems
     yield from _find_optimizer_misfits(contents)
 
 
@@ -302,46 +250,6 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
             )
 
 
-def _find_misfits(contents: Contents, shape: ModelShape) -> Iterator[str]:
-    """Yield a sentence for each tensor that is missing, left over or of another shape.
-
-    The measure is the model that the checkpoint's arguments define.
-    """
-    shapes = contents.shapes
-    has_stacked_layers = _has_stacked_layers(contents)
-    for name, expected in expected_tensor_shapes(shape).items():
-        if name.startswith(_LAYERS) and not has_stacked_layers:
-            continue
-        if name not in shapes:
-            yield f"{name} is missing: the model of the checkpoint's arguments has it."
-        elif shapes[name] != expected:
-            yield (
-                f"{name} has the shape {list(shapes[name])}, and by the checkpoint's arguments it is "
-                f"{list(expected)}."
-            )
-    padded_rows = contents.arguments.get("padded_vocab_size", "")
-    for name in VOCABULARY:
-        if name not in shapes or not padded_rows.isdigit():
-            continue
-        expected = (int(padded_rows), shape.hidden)
-        if shapes[name] != expected:
-            yield (
-                f"{name} has the shape {list(shapes[name])}, and by the checkpoint's arguments it is "
-                f"{list(expected)}: it was padded otherwise, or is of another model."
-            )
-    if EMBEDDING not in shapes:
-        yield f"{EMBEDDING} is missing: the model of the checkpoint's arguments has it."
-    if OUTPUT in shapes and shape.tied_embeddings:
-        yield f"{OUTPUT} is left over: by the checkpoint's arguments the embedding is the output layer."
-    if OUTPUT not in shapes and not shape.tied_embeddings:
-        yield f"{OUTPUT} is missing: the checkpoint's arguments have --untie-embeddings-and-output-weights."
-    for name in shapes:
-        is_bias = name.startswith(_LAYERS) and name.endswith(".bias") and "layernorm" not in name
-        model_has_bias = shape.bias or (shape.qkv_bias and "linear_qkv" in name)
-        if is_bias and not model_has_bias:
-            yield f"{name} is left over: the checkpoint's arguments have --disable-bias-linear."
-
-
 def _find_optimizer_misfits(contents: Contents) -> Iterator[str]:
     """Yield a sentence for each weight without a moment, and each moment of another shape or no weight."""
     weight_shapes = {name: weight.shape for name, weight in contents.weights.items()}
@@ -352,7 +260,8 @@ def _find_optimizer_misfits(contents: Contents) -> Iterator[str]:
             shapes_by_moment.setdefault(moment, {})[weight_name] = shape
     for moment, shapes in shapes_by_moment.items():
         for name in sorted(weight_shapes.keys() - shapes.keys()):
-            yield f"The optimizer has no {moment} of {name}."
+            if not name.endswith(_UNTRAINED):
+                yield f"The optimizer has no {moment} of {name}."
         for name, shape in sorted(shapes.items()):
             if name not in weight_shapes:
                 yield f"The optimizer has {moment} of {name}, which is no weight here."
@@ -413,6 +322,12 @@ def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
         )
         reason = f"No verdict is given on {subject}; convert it to torch_dist."
         return LoadVerdict("not judged", flags=(), reasons=(reason,))
+    if contents.trainer:
+        reason = (
+            f"No verdict is given on a checkpoint of {contents.trainer}, whose states Megatron keeps otherwise; "
+            "load it there, or export its weights with 'make export-hf CKPT='."
+        )
+        return LoadVerdict("not judged", flags=(), reasons=(reason,))
     saved = spec.parallelism
     new = parse_strategy(strategy, count_devices(strategy, saved.world_size))
     refusals = [*contents.problems, *find_violations(replace_parallelism(spec, new))]
@@ -466,6 +381,11 @@ def _explain_unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
     `--use-torch-fsdp2` takes torch_dist and torch_dcp, and needs untied embeddings.
     """
     sharding, name = new.sharding, contents.format
+    if contents.has_legacy_names:
+        yield (
+            "Its tensors have the names of Megatron's models before Megatron-Core (language_model), which Megatron "
+            "no longer loads; convert it with tools/checkpoint/convert.py of Megatron-Core 0.12."
+        )
     if sharding.is_megatron_fsdp:
         yield (
             f"Megatron-FSDP ({sharding}) loads the format {FSDP} alone, and this checkpoint is {name}; "

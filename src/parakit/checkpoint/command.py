@@ -1,12 +1,18 @@
-"""The handler of `make inspect`: print a checkpoint, its faults, and the verdict on a strategy."""
+"""The handlers of `make inspect` and `make reshard`. They refuse a folder before torch is imported."""
 
 from __future__ import annotations
 
 import json as json_format
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from parakit.checkpoint.contents import read_contents
 from parakit.checkpoint.inspection import inspect_folder
+from parakit.config.files import ROOT
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 def inspect_command(
@@ -40,3 +46,22 @@ def inspect_command(
     if compare and problems:
         print("Nothing was compared: both checkpoints must be complete.", file=sys.stderr)
     return 0 if inspection.is_as_wanted else 1
+
+
+def reshard_command(ckpt: str, strategy: str, to: str, console: Console) -> int:
+    """Write a checkpoint as another strategy would have saved it, and return 0.
+
+    Args:
+        ckpt: CKPT=, the folder of the checkpoint.
+        strategy: STRATEGY=, the name of the other strategy.
+        to: TO=, the folder to write, which must not exist.
+        console: Receives progress, the path of the result, and what its user must know.
+
+    Raises:
+        ValueError: The checkpoint cannot be resharded; one sentence.
+    """
+    contents = read_contents(ROOT / Path(ckpt).expanduser())
+    # Importing torch takes much longer than reading the folder, so a wrong folder is refused before.
+    from parakit.checkpoint.reshard import reshard
+
+    return reshard(contents, strategy, to, console)

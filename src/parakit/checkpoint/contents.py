@@ -11,49 +11,57 @@ import math
 import re
 import zipfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from parakit.artifacts.pickles import describe_saved
-from parakit.artifacts.run import CHECKPOINTS_FOLDER, RUN_FILE
+from parakit.artifacts.pickles import describe_saved, find_foreign_function
 from parakit.artifacts.torch_dist import (
     EMBEDDING,
     FORMAT,
     METADATA,
-    TRACKER_FILE,
     DamagedCheckpointError,
     Shape,
     StoredMetadata,
     StoredPart,
     StoredTensor,
     describe_object,
-    read_finished_iteration,
+    find_foreign_function_in,
     read_metadata,
 )
 from parakit.checkpoint.full_tensors import (
     LEGACY_FILE,
     ReplicatedPiece,
     find_missing_ranks,
+    has_legacy_names,
     join_rank_files,
     stack_fsdp_tensors,
 )
+from parakit.checkpoint.locate import UnknownFormatError, locate_checkpoint
 from parakit.config.files import describe_file_problem, open_regular_file, read_regular_file
 from parakit.config.huggingface import ConfigError, read_config
 from parakit.config.run import RunSpec, spec_from_printed_arguments
 
 TORCH_DIST, FSDP, LEGACY, HUGGING_FACE = "torch_dist", "fsdp_dtensor", "torch", "huggingface"
-"""Names of the formats: Megatron's (`--ckpt-format`), and Hugging Face's safetensors."""
+TORCHTITAN = "torchtitan"
+"""Names of the formats: Megatron's (`--ckpt-format`), Hugging Face's safetensors, and torchtitan's own names."""
 
 _WEIGHT_PREFIXES = ("embedding.", "decoder.", "output_layer.", "encoder.", "mtp.")
+_MODEL_PARTS = "|".join(map(re.escape, _WEIGHT_PREFIXES))
 COMMON, COMMON_FILE = "common_state/", "common.pt"
 """Where a torch_dist checkpoint stores the common state, which is identical on all ranks.
 
 Megatron 0.19 and later store an object whose name has this prefix, and earlier versions store this file.
 """
 _FSDP_COMMON_OBJECTS = ("args", "iteration")
+_TRAINER_STATES = ("train_state.", "lr_scheduler.", "dataloader.")
+"""Beginnings of the names under which torchtitan stores what is neither a weight nor a moment."""
+_SPLIT_RANK_FILE = "model_rng.pt"
+_TORCHTITAN_EMBEDDING = "tok_embeddings.weight"
+_NEMO_PREFIX = "module."
+"""Beginning of the names of all weights in checkpoints of NeMo 2."""
 _PRINTED_TYPES = (str, int, float, list, tuple, type(None))
 
 
@@ -65,13 +73,10 @@ def is_stacked(name: str) -> bool:
     return _STACKED.search(name) is not None
 
 
-class UnknownFormatError(ValueError):
-    """A folder that holds no checkpoint, or a checkpoint of a format that is not read."""
-
-
 def tensor_kind(name: str) -> str:
-    """Return `optimizer` for a tensor of the optimizer's state, else `weight`."""
-    return "optimizer" if "optimizer" in name.split(".") or "exp_avg" in name else "weight"
+    """Return `optimizer` for a tensor of the optimizer's or of torchtitan's trainer's state, else `weight`."""
+    is_state = "optimizer" in name.split(".") or "exp_avg" in name
+    return "optimizer" if is_state or name.startswith(_TRAINER_STATES) else "weight"
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,10 @@ class Contents:
     """Megatron's name for the form of the distributed optimizer's state; empty if it is not stored."""
     copies: tuple[ReplicatedPiece, ...] = ()
     """Pieces that further ranks hold of a tensor. They must equal the pieces in `stored`."""
+    trainer: str = ""
+    """The trainer that saved the checkpoint, if it is built on Megatron-Core and not Megatron itself."""
+    has_legacy_names: bool = False
+    """True if the tensors have the names of Megatron's models before Megatron-Core, which are read as today's."""
     unknown_model: str = ""
     """The reason why the tensors of a Hugging Face model are unknown; empty if its config.json defines them."""
 
@@ -131,19 +140,26 @@ def read_contents(folder: Path) -> Contents:
 
     Args:
         folder: The checkpoint's own folder (`iter_…`), a folder whose tracker file names the newest
-            checkpoint, the folder of a run of this kit, or a folder with Hugging Face's files.
+            checkpoint, the folder of a run of this kit, a model `hub/NAME`, a folder of NeMo 2 or torchtitan,
+            or a folder with Hugging Face's files.
 
     Raises:
         UnknownFormatError: The folder holds no checkpoint, or one of a format that is not read.
     """
-    if (folder / RUN_FILE).is_file():
-        folder /= CHECKPOINTS_FOLDER
-    _refuse_special_tracker(folder)
-    newest = read_finished_iteration(folder)
-    if newest is not None:
-        folder /= f"iter_{newest:07d}"
-    if not folder.is_dir():
-        raise UnknownFormatError(f"{folder} is no folder; name one that holds a checkpoint.")
+    located = locate_checkpoint(folder)
+    contents = replace(_read_folder(located.folder), trainer=located.trainer)
+    if located.arguments:
+        # The checkpoint's own arguments win. They are few in checkpoints that the kit or Bridge wrote.
+        return replace(contents, arguments={**located.arguments, **contents.arguments})
+    return contents
+
+
+def _read_folder(folder: Path) -> Contents:
+    """Read the description of the checkpoint in exactly this folder.
+
+    Raises:
+        UnknownFormatError: The folder holds no checkpoint, or one of a format that is not read.
+    """
     backend = _read_backend(folder)
     if backend == "zarr" or any(folder.glob("*/.zarray")):
         raise UnknownFormatError(
@@ -155,25 +171,17 @@ def read_contents(folder: Path) -> Contents:
     rank_files = sorted(folder.glob(f"mp_rank_*/{LEGACY_FILE}"))
     if rank_files:
         return _read_legacy(folder, rank_files)
+    if any(folder.glob(f"mp_rank_*/{_SPLIT_RANK_FILE}")):
+        raise UnknownFormatError(
+            f"{folder} holds {_SPLIT_RANK_FILE} and the optimizer's states in files of their own, as Megatron before "
+            "2023 saved them; load it with that Megatron, with --no-load-optim, and save it anew."
+        )
     if (folder / "config.json").is_file() or any(folder.glob("*.safetensors")):
         return _read_hugging_face(folder)
     raise UnknownFormatError(
         f"{folder} holds no {METADATA}, no mp_rank_… folder and no safetensors; name the folder of a "
         "checkpoint (iter_…), or the one above it."
     )
-
-
-def _refuse_special_tracker(folder: Path) -> None:
-    """Raise an error if the tracker file is a pipe or a device: reading it could wait for ever.
-
-    Raises:
-        UnknownFormatError: The tracker file is no regular file.
-    """
-    flaw = describe_file_problem(folder / TRACKER_FILE)
-    if flaw and flaw != "is missing":
-        raise UnknownFormatError(
-            f"{folder / TRACKER_FILE} {flaw}; name the folder of one checkpoint (iter_…)."
-        )
 
 
 def _read_backend(folder: Path) -> str:
@@ -203,6 +211,9 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
             problems=(f"{error}.",),
         )
     problems = list(_find_unreadable(folder, stored))
+    stored = replace(stored, tensors=_remove_nemo_prefix(stored.tensors))
+    if _TORCHTITAN_EMBEDDING in stored.tensors:
+        checkpoint_format = TORCHTITAN
     has_megatron_names = any(name.startswith(_WEIGHT_PREFIXES) for name in stored.tensors)
     if checkpoint_format == FSDP and has_megatron_names:
         checkpoint_format = TORCH_DIST
@@ -222,16 +233,29 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
         "random": any(name.startswith("rng_state") for name in object_names),
     }
     metadata = common.get("content_metadata") or {}
+    arguments = _print_arguments(common.get("args"))
+    if checkpoint_format in (FSDP, TORCHTITAN):
+        stored = stack_fsdp_tensors(stored, arguments)
     return Contents(
         folder,
         checkpoint_format,
         common.get("iteration", parse_folder_iteration(folder)),
-        arguments=_print_arguments(common.get("args")),
-        stored=stored if checkpoint_format == TORCH_DIST else stack_fsdp_tensors(stored),
+        arguments=arguments,
+        stored=stored,
         states=tuple(name for name, is_stored in has_state.items() if is_stored),
         problems=tuple(problems),
         optimizer_format=metadata.get("distrib_optim_sharding_type", ""),
     )
+
+
+def _remove_nemo_prefix(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Return the tensors under Megatron's names, without the prefix that NeMo 2 puts before the model's part."""
+    if f"{_NEMO_PREFIX}{EMBEDDING}" not in tensors:
+        return dict(tensors)
+    return {
+        re.sub(rf"(^|\.){re.escape(_NEMO_PREFIX)}(?={_MODEL_PARTS})", r"\1", name): tensor
+        for name, tensor in tensors.items()
+    }
 
 
 def _read_common_state(
@@ -257,10 +281,20 @@ def _read_common_state(
             for name in _FSDP_COMMON_OBJECTS
             if name in stored.objects
         }
+    if function := find_foreign_function_in(folder, common_part):
+        raise DamagedCheckpointError(_refuse_function(common_part.file, function))
     common = describe_object(folder, common_part)
     if isinstance(common, list) and common:
         common = common[0]
     return common if isinstance(common, dict) else {}
+
+
+def _refuse_function(file: str, function: str) -> str:
+    """Return the sentence on a pickle that calls a function, without its full stop."""
+    return (
+        f"{file} calls {function} when it is loaded, which no trainer stores and which was not executed here; "
+        "do not load it"
+    )
 
 
 def _find_unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
@@ -306,6 +340,8 @@ def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
     for path in rank_files:
         try:
             with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
+                if function := find_foreign_function(archive):
+                    problems.append(f"{_refuse_function(path.name, function)}.")
                 content_by_rank[path.parent.name] = describe_saved(archive)
         except Exception as error:  # A damaged pickle raises anything.
             problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
@@ -334,6 +370,7 @@ def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
         states=states,
         problems=tuple(problems or _find_unreadable(folder, stored)),
         copies=copies,
+        has_legacy_names=any(has_legacy_names(content) for content in content_by_rank.values()),
     )
 
 
@@ -383,6 +420,6 @@ def _print_arguments(namespace: Any) -> dict[str, str]:
 
 
 def parse_folder_iteration(folder: Path) -> int | None:
-    """Return the iteration in the name of a checkpoint's folder (`iter_0000100`); None without one."""
-    match = re.fullmatch(r"iter_(\d+)", folder.name)
+    """Return the iteration in the name of a checkpoint's folder (`iter_0000100`, `step-100`); None without one."""
+    match = re.fullmatch(r"(?:iter_|step-)(\d+)", folder.name)
     return int(match[1]) if match else None

@@ -30,7 +30,10 @@ from parakit.artifacts.torch_dist import (
 )
 
 LEGACY_FILE = "model_optim_rng.pt"
-COLUMN_PARALLEL_MODULES = ("word_embeddings", "output_layer", "linear_qkv", "linear_fc1")
+COLUMN_PARALLEL_MODULES = (
+    *("word_embeddings", "output_layer", "linear_qkv", "linear_fc1", "eh_proj"),
+    *("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"),
+)
 ROW_PARALLEL_MODULES = ("linear_proj", "linear_fc2")
 """Modules whose weights TP splits along the first dimension, and along the second."""
 
@@ -40,6 +43,7 @@ _REPLICATED = re.compile(r"norm|router|position_embeddings|linear_(proj|fc2)\.bi
 Other tensors that TP does not split may differ between ranks.
 """
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_MTP, _STACKED_LAYERS = "mtp.", "decoder.layers."
 _EXPERTS = ".experts.experts."
 _EXPERT = re.compile(
     r"\.experts\.(?:local_experts\.(\d+)\.(linear_fc.*)|(linear_fc\d\.\w+?)(\d+)(_[wv])?$)"
@@ -47,6 +51,21 @@ _EXPERT = re.compile(
 _STATES = ("exp_avg", "exp_avg_sq", "fp32_param")
 _MOMENT = re.compile(rf"optimizer\.state\.(.+)\.({'|'.join(_STATES)})")
 _WRAPPED = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
+
+
+_LEGACY_MODULES = {
+    r"^language_model\.(embedding|output_layer)\.": r"\1.",
+    r"^language_model\.(?:encoder|transformer)\.layers\.": "decoder.layers.",
+    r"^language_model\.(?:encoder|transformer)\.final_(?:layernorm|norm)\.": "decoder.final_layernorm.",
+    r"\.(?:self_attention|attention)\.query_key_value\.": ".self_attention.linear_qkv.",
+    r"\.(?:self_attention|attention)\.dense\.": ".self_attention.linear_proj.",
+    r"\.input_norm\.": ".input_layernorm.",
+    r"\.post_attention_(?:layernorm|norm)\.": ".pre_mlp_layernorm.",
+    r"\.mlp\.dense_h_to_4h\.": ".mlp.linear_fc1.",
+    r"\.mlp\.dense_4h_to_h\.": ".mlp.linear_fc2.",
+}
+"""Modules of Megatron's models before Megatron-Core (`--use-legacy-models`), and their names today."""
+_LEGACY_MODEL = "language_model."
 
 
 @dataclass(frozen=True)
@@ -105,8 +124,17 @@ def tensor_parallel_axis(name: str) -> int | None:
     return 0 if module in COLUMN_PARALLEL_MODULES and kind in ("weight", "bias") else None
 
 
-def stack_fsdp_tensors(stored: StoredMetadata) -> StoredMetadata:
-    """Return the metadata of an FSDP checkpoint with its layers and experts stacked."""
+def _has_equal_layers(arguments: Mapping[str, str]) -> bool:
+    """Return True if all layers of a model are of one kind, so that Megatron's torch_dist format stacks them."""
+    frequencies = (arguments.get(name) for name in ("moe_layer_freq", "linear_attention_freq"))
+    return all(frequency in (None, "", "None", "1") for frequency in frequencies)
+
+
+def stack_fsdp_tensors(stored: StoredMetadata, arguments: Mapping[str, str]) -> StoredMetadata:
+    """Return the metadata of an FSDP checkpoint with its layers and experts stacked.
+
+    Layers are not stacked if they are of several kinds by Megatron's `arguments`.
+    """
     pieces = []
     for raw_name, tensor in stored.tensors.items():
         canonical = _parse_name(raw_name)
@@ -125,7 +153,7 @@ def stack_fsdp_tensors(stored: StoredMetadata) -> StoredMetadata:
                 part=part,
             )
             pieces.append(piece)
-    tensors, _ = _join_pieces(pieces)
+    tensors, _ = _join_pieces(pieces, stacks_layers=_has_equal_layers(arguments))
     return replace(stored, tensors=tensors)
 
 
@@ -146,8 +174,15 @@ def join_rank_files(
     for rank in ranks:
         file = f"{rank}/{LEGACY_FILE}"
         files[rank] = StoredPart(file, 0, (folder / file).stat().st_size)
-    tensors, copies = _join_pieces(_list_rank_pieces(files, ranks, arguments))
+    pieces = _list_rank_pieces(files, ranks, arguments)
+    tensors, copies = _join_pieces(pieces, stacks_layers=_has_equal_layers(arguments))
     return StoredMetadata(tensors, tuple(files.values()), {}), copies
+
+
+def has_legacy_names(content: Mapping[str, Any]) -> bool:
+    """Return True if a rank's file holds a model from before Megatron-Core (`language_model`)."""
+    model = content.get("model")
+    return isinstance(model, dict) and _LEGACY_MODEL.rstrip(".") in model
 
 
 def find_missing_ranks(ranks: Collection[str], arguments: Mapping[str, str]) -> list[str]:
@@ -370,8 +405,13 @@ def _parse_name(raw_name: str) -> _CanonicalName:
     """Return the name that torch_dist has for a tensor, and its index in the stacked tensor."""
     moment = _MOMENT.fullmatch(raw_name)
     name = _WRAPPED.sub("", moment[1] if moment else raw_name)
+    if name.startswith(_LEGACY_MODEL):
+        for pattern, module in _LEGACY_MODULES.items():
+            name = re.sub(pattern, module, name)
     stack_index = list[int]()
-    if layer := _LAYER.search(f".{name}"):
+    # A layer of multi-token prediction keeps its number also in the format torch_dist.
+    layer = None if name.startswith(_MTP) else _LAYER.search(f".{name}")
+    if layer:
         stack_index.append(int(layer[1]))
         name = _LAYER.sub(".layers.", f".{name}", count=1)[1:]
     if expert := _EXPERT.search(name):
@@ -389,12 +429,25 @@ def _parse_name(raw_name: str) -> _CanonicalName:
     return _CanonicalName(name, tuple(stack_index), half)
 
 
+def _keep_layer_number(piece: _StackablePiece) -> _StackablePiece:
+    """Return the piece with the number of its decoder layer in its name, and not in its index."""
+    if _STACKED_LAYERS not in piece.name:
+        return piece
+    layer, *other_indices = piece.stack_index
+    name = piece.name.replace(_STACKED_LAYERS, f"{_STACKED_LAYERS}{layer}.")
+    return replace(piece, name=name, stack_index=tuple(other_indices))
+
+
 def _join_pieces(
-    pieces: Iterable[_StackablePiece],
+    pieces: Iterable[_StackablePiece], *, stacks_layers: bool
 ) -> tuple[dict[str, StoredTensor], tuple[ReplicatedPiece, ...]]:
-    """Return full tensors by name, and the pieces at an index that an earlier piece has already."""
+    """Return full tensors by name, and the pieces at an index that an earlier piece has already.
+
+    With `stacks_layers` False the number of a layer stays in the name, and each layer has its own tensors.
+    """
     pieces_by_name = dict[str, list[_StackablePiece]]()
-    for piece in pieces:
+    for stackable in pieces:
+        piece = stackable if stacks_layers else _keep_layer_number(stackable)
         pieces_by_name.setdefault(piece.name, []).append(piece)
     tensors, copies = dict[str, StoredTensor](), list[ReplicatedPiece]()
     for name, pieces_of_tensor in pieces_by_name.items():

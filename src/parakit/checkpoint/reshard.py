@@ -121,14 +121,14 @@ class _ReshardJob(msgspec.Struct, frozen=True):
     strategy: str
 
 
-def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
+def reshard(contents: Contents, strategy: str, to: str, console: Console) -> int:
     """Write a checkpoint as another strategy would have saved it, and return 0.
 
     The files are first written to a hidden folder beside the target, which is renamed at the end. So the target
     is complete or does not exist. The hidden folder stays if the command is interrupted.
 
     Args:
-        ckpt: CKPT=, the folder of the checkpoint.
+        contents: The checkpoint.
         strategy: STRATEGY=, the name of the other strategy.
         to: TO=, the folder to write, which must not exist.
         console: Receives progress, the path of the result, and what its user must know.
@@ -136,7 +136,6 @@ def reshard(ckpt: str, strategy: str, to: str, console: Console) -> int:
     Raises:
         ValueError: The checkpoint cannot be resharded; one sentence.
     """
-    contents = read_contents(ROOT / Path(ckpt).expanduser())
     target = ROOT / Path(to).expanduser()
     new = _parse_target_strategy(contents, strategy)
     if target.exists():

@@ -1,13 +1,15 @@
-"""A Hugging Face `config.json` as Megatron's flags, and for GPT-2 and Llama the reverse.
+"""A Hugging Face `config.json` as Megatron's flags, and the reverse.
 
 The planner reads GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, GPT-OSS and DeepSeek V3 configs,
-whatever type a checkpoint is stored in. Weights are converted for GPT-2 and Llama only, and only if
-Megatron's flags express the config exactly (`read_exact_config_flags`).
+whatever type a checkpoint is stored in. Weights are converted for the types in
+`CONVERTIBLE_MODEL_TYPES` only, and only if Megatron's flags express the config exactly
+(`read_exact_config_flags`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import isfinite
@@ -15,7 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from parakit.config.files import read_regular_file
-from parakit.config.flags import Flags, format_flags
+from parakit.config.flag_table import FLAGS
+from parakit.config.flags import Flags, format_flags, merge_flags
 
 _LONGEST = 8192
 """Longest sequence length taken from a config. A config states what a model supports (128k), not
@@ -29,8 +32,14 @@ TANH_GELU, EXACT_GELU = "--openai-gelu", "--no-bias-gelu-fusion"
 kernel.
 """
 
-CONVERTIBLE_MODEL_TYPES = ("gpt2", "llama")
+CONVERTIBLE_MODEL_TYPES = (
+    *("gpt2", "llama", "mistral", "phi3", "smollm3", "qwen2", "qwen3"),
+    *("mixtral", "qwen2_moe", "qwen3_moe"),
+)
 """Model types whose weights are converted."""
+
+MEGATRON_BRIDGE = "Megatron-Bridge may convert it"
+"""Clause that ends the refusal of a model that this kit does not convert."""
 
 _ACTIVATIONS = {
     "gelu_new": TANH_GELU,
@@ -105,19 +114,85 @@ def read_exact_config_flags(path: Path) -> tuple[str, ...]:
     if kind not in CONVERTIBLE_MODEL_TYPES:
         raise ConfigError(
             f"{path} has the model_type '{kind}', whose weights are not converted here; known are "
-            f"{' and '.join(CONVERTIBLE_MODEL_TYPES)}."
+            f"{', '.join(CONVERTIBLE_MODEL_TYPES)}; {MEGATRON_BRIDGE}."
         )
     if config.has("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; convert the unquantised model.")
-    flags = read_config_flags(path)
+    flags = merge_flags(
+        read_config_flags(path),
+        format_flags(_list_exact_flags(config)),
+    )
     inexact_field = next(iter(_inexact(config)), None)
     if inexact_field is not None:
         field, value, wanted = inexact_field
         raise ConfigError(
             f"{path} has {field} = {json.dumps(value)}, which Megatron's flags cannot express; only "
-            f"{wanted} can be converted."
+            f"{wanted} can be converted; {MEGATRON_BRIDGE}."
         )
     return flags
+
+
+def _list_exact_flags(config: _Config) -> dict[str, object]:
+    """Return the flags that change what a model computes, and that the planner does not need."""
+    flags = _list_rotary_flags(config) | _list_router_flags(config)
+    if config.values["model_type"] == "smollm3":
+        layers, interval = config.whole("num_hidden_layers"), config.maybe("no_rope_layer_interval")
+        rotates = config.values.get("no_rope_layers") or [
+            (layer + 1) % (interval or 4) != 0 for layer in range(layers)
+        ]
+        skips = ",".join("0" if is_rotated else "1" for is_rotated in rotates)
+        flags[_NO_ROTARY] = f"[{skips}]"
+    return flags
+
+
+def _list_rotary_flags(config: _Config) -> dict[str, object]:
+    """Return the flags of a linear or YaRN scaling of rotary frequencies, which the planner does not need.
+
+    `--mscale-all-dim 0` makes Megatron's factor of queries and keys the one that `transformers` has by default.
+    """
+    rotary = config.rotary
+    if config.scaling == "linear":
+        return {"--rotary-seq-len-interpolation-factor": int(rotary["factor"])}
+    if config.scaling != "yarn":
+        return {}
+    return {
+        "--position-embedding-type": "yarn",
+        "--rotary-scaling-factor": rotary["factor"],
+        "--yarn-original-max-position-embeddings": rotary["original_max_position_embeddings"],
+        "--yarn-beta-fast": rotary.get("beta_fast") or 32,
+        "--yarn-beta-slow": rotary.get("beta_slow") or 1,
+        "--mscale": 1.0,
+        "--mscale-all-dim": 0.0,
+        "--no-yarn-correction-range-round-to-int": rotary.get("truncate") is False,
+        "--no-rope-fusion": True,
+    }
+
+
+def _list_router_flags(config: _Config) -> dict[str, object]:
+    """Return the flags of a router that computes what `transformers` computes; none for a dense model.
+
+    `transformers` adds the loss that balances experts only if the model returns the router's logits.
+    """
+    if config.values["model_type"] not in _ROUTED:
+        return {}
+    flags: dict[str, object] = {}
+    if not config.has("output_router_logits"):
+        flags["--moe-aux-loss-coeff"] = 0.0
+    if config.values["model_type"] != "mixtral" and not config.has("norm_topk_prob"):
+        # Probabilities are those of all experts, and not scaled to a sum of 1 over the chosen ones.
+        flags["--moe-router-pre-softmax"] = True
+    return flags
+
+
+def read_source_config(folder: Path) -> tuple[str, ...]:
+    """Return Megatron's flags for a folder of Hugging Face whose weights are to be converted.
+
+    Raises:
+        ConfigError: There is no such folder, or `read_exact_config_flags` refuses its config.json.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"There is no folder {folder}; name one that holds a config.json.")
+    return read_exact_config_flags(folder / "config.json")
 
 
 def build_config(arguments: Sequence[str], dtype: str) -> dict[str, Any]:
@@ -127,14 +202,16 @@ def build_config(arguments: Sequence[str], dtype: str) -> dict[str, Any]:
     `dtype` is torch's name of the type that the weights are stored in.
 
     Raises:
-        ConfigError: The model is neither GPT-2 nor Llama; the message names the flag.
+        ConfigError: The model is of no type that is converted; the message names the flag.
     """
     flags = Flags(arguments)
     for flag, why in _NO_COUNTERPART.items():
-        if flags.has(flag):
-            raise ConfigError(f"{flag} {why}, so the model is neither GPT-2 nor Llama.")
-    is_llama = flags.text("--position-embedding-type") == "rope"
-    config = _llama_config(flags) if is_llama else _gpt2_config(flags)
+        if _differs_from_default(flags, flag):
+            raise ConfigError(
+                f"{flag} {why}, so the model is none of {', '.join(_CLASSES)}; {MEGATRON_BRIDGE}."
+            )
+    is_rotary = flags.text("--position-embedding-type") in ("rope", "yarn")
+    config = _rotary_config(flags) if is_rotary else _gpt2_config(flags)
     return {**config, "dtype": dtype, "torch_dtype": dtype}
 
 
@@ -299,6 +376,17 @@ def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
     }
 
 
+def _qwen2_moe(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a Qwen2-MoE config: experts, and a shared expert behind a gate."""
+    return {
+        **_llama(config),
+        "--add-qkv-bias": True,
+        **_experts(config, "num_experts", "moe_intermediate_size"),
+        "--moe-shared-expert-intermediate-size": config.whole("shared_expert_intermediate_size"),
+        "--moe-shared-expert-gate": True,
+    }
+
+
 def _gpt_oss(config: _Config) -> dict[str, object]:
     """Return Megatron's flags for a GPT-OSS config.
 
@@ -350,11 +438,14 @@ _KINDS: Mapping[str, Callable[[_Config], dict[str, object]]] = {
     "gpt2": _gpt2,
     "llama": _llama,
     "mistral": _llama,
+    "phi3": _llama,
+    "smollm3": _llama,
     "qwen2": lambda config: {**_llama(config), "--add-qkv-bias": True},
     "qwen3": _qwen3,
     "mixtral": lambda config: (
         _llama(config) | _experts(config, "num_local_experts", "intermediate_size")
     ),
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": lambda config: (
         _qwen3(config) | _experts(config, "num_experts", "moe_intermediate_size")
     ),
@@ -369,13 +460,27 @@ be exact.
 """
 
 
-_NEEDED: Mapping[str, Mapping[str, bool | str]] = {
+_NEEDED: Mapping[str, Mapping[str, bool | str | float]] = {
     "gpt2": {
         "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
         "add_cross_attention": False,
     },
     "llama": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "mistral": {"hidden_act": "silu"},
+    "phi3": {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "resid_pdrop": 0.0,
+        "embd_pdrop": 0.0,
+        "partial_rotary_factor": 1.0,
+    },
+    "smollm3": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
+    "qwen2": {"hidden_act": "silu"},
+    "qwen3": {"hidden_act": "silu", "attention_bias": False},
+    "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
+    "qwen2_moe": {"hidden_act": "silu", "qkv_bias": True},
+    "qwen3_moe": {"hidden_act": "silu", "attention_bias": False},
 }
 """Fields that must have one value, by model type."""
 
@@ -406,17 +511,23 @@ def _inexact_llama(config: _Config) -> Inexact:
         yield "rope_theta", base, "a whole number"
     if rotary.get("partial_rotary_factor", 1) != 1:
         yield "partial_rotary_factor", rotary["partial_rotary_factor"], "1"
-    if scaling not in ("default", "llama3"):
-        yield "rope_type", scaling, "default or llama3"
+    if scaling not in ("default", "llama3", "linear", "yarn"):
+        yield "rope_type", scaling, "default, llama3, linear or yarn"
+    factor = rotary.get("factor", 1)
+    if scaling == "linear" and factor != int(factor):
+        yield "factor", factor, "a whole number"
+    for field in ("attention_factor", "mscale", "mscale_all_dim") if scaling == "yarn" else ():
+        if rotary.get(field) is not None:
+            yield field, rotary[field], "a model without that field"
+    # The width of a head that transformers takes without the field is not hidden_size / heads.
+    if config.values["model_type"] in ("qwen3", "qwen3_moe") and not config.has("head_dim"):
+        yield "head_dim", None, "a config that states it"
     for field, value in _SCALING.items() if scaling == "llama3" else ():
         if rotary.get(field, value) != value:
             yield field, rotary[field], str(value)
 
 
 _NO_COUNTERPART = {
-    "--num-experts": "makes it a mixture of experts",
-    "--qk-layernorm": "normalises queries and keys",
-    "--add-qkv-bias": "adds biases to queries, keys and values alone",
     "--multi-latent-attention": "makes its attention latent",
     "--mtp-num-layers": "predicts several tokens",
     "--softmax-type": "changes its softmax",
@@ -426,7 +537,47 @@ _NO_COUNTERPART = {
     "--apply-layernorm-1p": "adds one to its norms' weights",
     "--window-size": "limits its attention",
     "--rotary-percent": "turns a part of each head alone",
+    "--moe-latent-size": "projects tokens before they are routed",
+    "--moe-layer-freq": "leaves some layers without experts",
+    "--moe-router-enable-expert-bias": "balances experts by biases",
+    "--moe-router-topk-scaling-factor": "scales the router's probabilities",
 }
+_SHARES_ARCHITECTURE = {"mistral": "llama", "phi3": "llama"}
+"""Model types whose tensors and flags are those of another type."""
+_NO_ROTARY = "--no-rope-freq"
+"""Flag with a 1 for each layer without rotary positions, and a 0 for each other layer."""
+_ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Model types with experts whose weights are converted."""
+_CLASSES = {
+    "gpt2": "GPT2LMHeadModel",
+    "llama": "LlamaForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""Classes of `transformers` by model type."""
+
+
+def _differs_from_default(flags: Flags, name: str) -> bool:
+    """Return True if a flag is present with another value than Megatron's default.
+
+    Arguments in a checkpoint state the defaults too. A switch that is present is on.
+    """
+    if not flags.has(name) or name not in FLAGS or not flags.texts(name):
+        return flags.has(name)
+    value, default = flags.text(name), str(FLAGS[name].default)
+    try:
+        return float(value) != float(default)
+    except ValueError:
+        return value != default
+
+
+def flags_model_type(model_type: str) -> str:
+    """Return the model type that `build_config` gives a model of `model_type` by its flags."""
+    return _SHARES_ARCHITECTURE.get(model_type, model_type)
 
 
 def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> None:
@@ -441,13 +592,13 @@ def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> No
 
 
 def _common_config(flags: Flags) -> dict[str, Any]:
-    """Return the fields of `config.json` that GPT-2 and Llama share."""
+    """Return the fields of `config.json` that all types share."""
     normalization = flags.text("--normalization")
-    rotary = flags.text("--position-embedding-type") == "rope"
+    rotary = flags.text("--position-embedding-type") in ("rope", "yarn")
     if normalization != ("RMSNorm" if rotary else "LayerNorm"):
         raise ConfigError(
             f"--normalization {normalization} with {'rotary' if rotary else 'learned'} positions is "
-            "neither GPT-2 nor Llama."
+            "no type of model that is converted."
         )
     return {
         "vocab_size": flags.integer("--vocab-size"),
@@ -461,7 +612,12 @@ def _gpt2_config(flags: Flags) -> dict[str, Any]:
     _refuse_mixture(
         flags,
         "GPT-2",
-        {"--swiglu": False, "--disable-bias-linear": False, "--group-query-attention": False},
+        {
+            **dict.fromkeys(
+                ("--swiglu", "--disable-bias-linear", "--group-query-attention"), False
+            ),
+            **dict.fromkeys(("--qk-layernorm", "--add-qkv-bias", "--num-experts"), False),
+        },
     )
     hidden, dropout = flags.integer("--hidden-size"), flags.number("--hidden-dropout")
     return {
@@ -481,18 +637,42 @@ def _gpt2_config(flags: Flags) -> dict[str, Any]:
     }
 
 
-def _llama_config(flags: Flags) -> dict[str, Any]:
-    """Return the `config.json` of a Llama model with these flags."""
-    _refuse_mixture(flags, "Llama", {"--swiglu": True, "--disable-bias-linear": True})
+def _find_rotary_type(flags: Flags) -> str:
+    """Return the model type of a model with rotary positions by its flags."""
+    has_query_norm, has_bias = flags.has("--qk-layernorm"), flags.has("--add-qkv-bias")
+    if flags.has(_NO_ROTARY) and not (has_query_norm or has_bias or flags.has("--num-experts")):
+        return "smollm3"
+    if has_query_norm and has_bias:
+        raise ConfigError(
+            "--qk-layernorm with --add-qkv-bias is no type of model that is converted; "
+            f"{MEGATRON_BRIDGE}."
+        )
+    if not flags.has("--num-experts"):
+        if has_query_norm:
+            return "qwen3"
+        return "qwen2" if has_bias else "llama"
+    if has_query_norm:
+        return "qwen3_moe"
+    return "qwen2_moe" if has_bias else "mixtral"
+
+
+def _rotary_config(flags: Flags) -> dict[str, Any]:
+    """Return the `config.json` of a model with rotary positions and these flags."""
+    model_type = _find_rotary_type(flags)
+    has_shared_expert = dict.fromkeys(
+        ("--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate"),
+        model_type == "qwen2_moe",
+    )
+    wanted = {"--swiglu": True, "--disable-bias-linear": True, **has_shared_expert}
+    wanted[_NO_ROTARY] = model_type == "smollm3"
+    if model_type == "mixtral":
+        wanted["--moe-router-pre-softmax"] = False
+    _refuse_mixture(flags, _CLASSES[model_type].removesuffix("ForCausalLM"), wanted)
     heads, hidden = flags.integer("--num-attention-heads"), flags.integer("--hidden-size")
-    scaling = {
-        "rope_type": "llama3",
-        "factor": flags.number("--rope-scaling-factor"),
-        **_SCALING,
-    }
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+    scaling = _rotary_scaling(flags)
+    config = {
+        "architectures": [_CLASSES[model_type]],
+        "model_type": model_type,
         "num_hidden_layers": flags.integer("--num-layers"),
         "hidden_size": hidden,
         "intermediate_size": flags.integer("--ffn-hidden-size"),
@@ -501,11 +681,69 @@ def _llama_config(flags: Flags) -> dict[str, Any]:
         "head_dim": flags.integer("--kv-channels", hidden // heads),
         "max_position_embeddings": flags.integer("--max-position-embeddings"),
         "rope_theta": float(flags.integer("--rotary-base")),
-        **({"rope_scaling": scaling} if flags.has("--use-rope-scaling") else {}),
+        **({"rope_scaling": scaling} if scaling else {}),
         "rms_norm_eps": flags.number(_EPSILON),
         "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
         "attention_dropout": flags.number("--attention-dropout"),
         **_common_config(flags),
+    }
+    if model_type in ("llama", "smollm3", "qwen3", "qwen3_moe"):
+        config["attention_bias"] = False
+    if model_type in ("llama", "smollm3"):
+        config["mlp_bias"] = False
+    if model_type == "smollm3":
+        skips = re.findall("[01]", flags.text(_NO_ROTARY))
+        config["no_rope_layers"] = [int(skip == "0") for skip in skips]
+        # The type's default is a token of SmolLM3's own vocabulary.
+        config["pad_token_id"] = None
+    if model_type in _ROUTED:
+        config |= _experts_config(flags, model_type)
+    return config
+
+
+def _experts_config(flags: Flags, model_type: str) -> dict[str, Any]:
+    """Return the fields of `config.json` of a mixture of experts."""
+    width = flags.integer("--moe-ffn-hidden-size", flags.integer("--ffn-hidden-size"))
+    coefficient = flags.number("--moe-aux-loss-coeff")
+    config: dict[str, Any] = {
+        "num_experts_per_tok": flags.integer("--moe-router-topk"),
+        "router_aux_loss_coef": coefficient,
+        "output_router_logits": coefficient > 0,
+    }
+    experts = flags.integer("--num-experts")
+    if model_type == "mixtral":
+        return {**config, "num_local_experts": experts, "intermediate_size": width}
+    config |= {
+        "num_experts": experts,
+        "moe_intermediate_size": width,
+        "norm_topk_prob": not flags.has("--moe-router-pre-softmax"),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    if model_type == "qwen2_moe":
+        shared_width = flags.integer("--moe-shared-expert-intermediate-size")
+        config |= {"shared_expert_intermediate_size": shared_width, "qkv_bias": True}
+    return config
+
+
+def _rotary_scaling(flags: Flags) -> dict[str, Any]:
+    """Return the `rope_scaling` of a model with these flags; empty without a scaling."""
+    if flags.has("--use-rope-scaling"):
+        factor = flags.number("--rope-scaling-factor")
+        return {"rope_type": "llama3", "factor": factor, **_SCALING}
+    if flags.has("--rotary-seq-len-interpolation-factor"):
+        factor = flags.number("--rotary-seq-len-interpolation-factor")
+        return {"rope_type": "linear", "factor": factor}
+    if flags.text("--position-embedding-type") != "yarn":
+        return {}
+    if flags.number("--mscale-all-dim", 0) != 0:
+        raise ConfigError(f"--mscale-all-dim changes its attention; {MEGATRON_BRIDGE}.")
+    original = flags.integer("--yarn-original-max-position-embeddings", 4096)
+    return {
+        "rope_type": "yarn",
+        "factor": flags.number("--rotary-scaling-factor", 1),
+        "original_max_position_embeddings": original,
+        "beta_fast": flags.number("--yarn-beta-fast", 32),
+        "beta_slow": flags.number("--yarn-beta-slow", 1),
+        "truncate": not flags.has("--no-yarn-correction-range-round-to-int"),
     }

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from parakit.config import settings
+from parakit.config.blend import format_blend, is_weight, parse_blend, split_arguments
 from parakit.config.files import ROOT, is_plain_name
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, OptimizerName, RuntimeName
@@ -170,6 +171,28 @@ _DATA_FOLDER, _PREPARED_SUFFIX = "owt-ds/", "_text_document"
 """Folder that `make prepare-ds NAME=` writes to, and the suffix that it adds to the name."""
 
 
+def _find_data(text: str) -> str:
+    """Return the data sets that DATA= names, by prefix or by name, with their weights if it has some.
+
+    Raises:
+        SettingError: The weights do not fit the data sets.
+    """
+    prefix = _find_data_prefix(text)
+    if Path(f"{ROOT / prefix}.idx").is_file():
+        return prefix
+    arguments = [
+        argument if is_weight(argument) else _find_data_prefix(argument)
+        for argument in split_arguments(text)
+    ]
+    try:
+        parts = parse_blend(shlex.join(arguments))
+    except ValueError as error:
+        raise SettingError(
+            f"DATA={error} Write the data sets alone, or a weight above 0 before each: DATA='0.3 a 0.7 b'."
+        ) from None
+    return format_blend(parts) if len(parts) > 1 else prefix
+
+
 def _find_data_prefix(text: str) -> str:
     """Return the prefix of a data set, given by prefix or by name. Without such a data set, return
     the prefix that `make prepare-ds` would write.
@@ -231,7 +254,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     settings.CHECKOUT: _find_checkout,
     settings.PLAIN_NAME: _parse_plain_name,
     "a file to write": _parse_picture_path,
-    "a prefix": _find_data_prefix,
+    settings.DATA.kind: _find_data,
     settings.OPTIMIZER.kind: OptimizerName,
     settings.BACKEND.kind: _parse_backend,
     settings.RUNTIME.kind: RuntimeName,

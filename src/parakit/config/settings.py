@@ -54,7 +54,11 @@ OPTIMIZER = Setting(
     "adamw, muon or megatron-muon",
     "adamw, muon or megatron-muon, which is Megatron's rule under BACKEND=native too",
 )
-DATA = Setting("DATA", "a prefix", "data set: NAME= of prepare-ds, or any prefix of .bin/.idx")
+DATA = Setting(
+    "DATA",
+    "a data set, or several with weights",
+    'data set: NAME= of prepare-ds, or any prefix of .bin/.idx; a blend is "0.3 a 0.7 b"',
+)
 EXTRA = Setting("EXTRA", WORDS, 'further Megatron flags, "--lr 1e-4"', ())
 DTYPE = Setting("DTYPE", TEXT, "fp16, bf16 or fp32")
 REFERENCE = Setting(

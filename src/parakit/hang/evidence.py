@@ -41,6 +41,8 @@ def counts_calls(file: str) -> bool:
     return any(folder in file for folder in FOLDERS_THAT_COUNT_CALLS)
 
 
+UNNAMED_GROUP = "that the log does not name"
+"""Name of a group of which no line of a log has a name. Rank 0 may be in another group than the others."""
 UNKNOWN_OPERATION = "collective"
 """Operation of a call of which a log has only the number."""
 

@@ -57,7 +57,7 @@ _ATTEMPT = re.compile(r"attempt_\d+")
 _AUTOGRAD = "/torch/autograd/"
 _FILE_OF_COLLECTIVES = "distributed_c10d.py"
 _LAST_NUMBER = re.compile(r"(\d+)(?!.*\d)")
-_STATUSES_OF_FAILURES = (Status.CRASHED, Status.OUT_OF_MEMORY, Status.NAN)
+_STATUSES_OF_FAILURES = (Status.CRASHED, Status.OUT_OF_MEMORY)
 _SKIPPED_SUFFIXES = {
     *(".idx", ".bin", ".pt", ".distcp", ".png", ".svg", ".html", ".csv", ".safetensors"),
 }

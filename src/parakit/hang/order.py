@@ -14,12 +14,13 @@ from typing import NamedTuple
 
 from parakit.hang.evidence import (
     UNKNOWN_OPERATION,
+    UNNAMED_GROUP,
     GroupOfRanks,
     HangEvidence,
     RecordedCall,
     Signature,
 )
-from parakit.hang.place import START_UP, locate_frames
+from parakit.hang.place import is_outside_training
 
 LONGEST_CONTEXT = 64
 """Most calls of a context that are compared."""
@@ -87,13 +88,15 @@ class _Deviation(NamedTuple):
 def find_mismatch(evidence: HangEvidence) -> CallMismatch | None:
     """Return the earliest pair of calls that do not fit in operation, size or dtype; None if all fit.
 
-    Calls that torch itself compared and found to differ come first.
+    Calls that torch itself compared and found to differ come first. Calls of a group without a name are not compared.
     """
     if evidence.compared:
         first, second = sorted(evidence.compared[0], key=lambda rank_and_call: rank_and_call[0])
         return CallMismatch(evidence.groups[first[1].group], first, second)
     mismatches: list[CallMismatch] = []
     for group in evidence.groups.values():
+        if group.name == UNNAMED_GROUP:
+            continue
         calls_by_number: dict[int, list[tuple[int, RecordedCall]]] = {}
         for rank in group.ranks:
             # Calls that a coalescing manager joins share one number: the last of them is compared.
@@ -286,8 +289,8 @@ def _find_collectives_completed_by_all(
         for number in sorted(numbers):
             calls = [calls[number] for calls in calls_by_rank.values() if number in calls]
             signatures = {call.signature for call in calls}
-            # In start-up, ranks may come to a common call from different places in the code.
-            if len(signatures) > 1 and locate_frames(calls[0].frames).part != START_UP:
+            # Outside of training, ranks may come to a common call from different places in the code.
+            if len(signatures) > 1 and not is_outside_training(calls[0].frames):
                 break
             is_done_by_all = len(calls) == len(calls_by_rank) and all(
                 call.is_done for call in calls

@@ -15,6 +15,8 @@ from parakit.hang.evidence import Frame, RecordedCall, StepStage
 PIPELINE_EXCHANGE = "pipeline exchange"
 """Module name for point-to-point communication between pipeline stages."""
 START_UP = "start-up"
+TRAINING_LOOP = "the training loop"
+"""Code of the training loop outside of its steps."""
 DATA_LOADING = "data loading"
 SAVING = "saving a checkpoint"
 _OUTPUT = "output_layer"
@@ -40,7 +42,7 @@ _PARTS = (
     ("the optimizer's step", ("step", "clip_grad_norm", "prepare_grads")),
     ("the training step", ("train_step",)),
     ("logging", ("training_log",)),
-    ("the training loop", ("train",)),
+    (TRAINING_LOOP, ("train",)),
     (START_UP, ("initialize_megatron", "setup_model_and_optimizer", "pretrain")),
 )
 """Parts of the step with Megatron's functions that compute them.
@@ -143,6 +145,16 @@ def locate_frames(frames: Sequence[Frame]) -> StepPlace:
     return StepPlace(_find_part(frames), module, line=_describe_line(frames))
 
 
+def is_outside_training(frames: Sequence[Frame]) -> bool:
+    """Return True if a stack is in start-up, or in the training loop outside of what it calls per iteration.
+
+    Building data sets and loading a checkpoint belong to start-up.
+    """
+    functions = {frame.function for frame in frames}
+    is_before_loop = "pretrain" in functions and "train" not in functions
+    return is_before_loop or _find_part(frames) in (START_UP, TRAINING_LOOP)
+
+
 def _find_part(frames: Sequence[Frame]) -> str:
     """Return the part of the step that a stack is in, by its functions, else by its files; empty if unknown."""
     # torch's Module.train only sets a mode.
@@ -152,7 +164,7 @@ def _find_part(frames: Sequence[Frame]) -> str:
         if frame.function != "train" or "/torch/" not in frame.file
     }
     parts = [part for part, members in _PARTS if functions & set(members)]
-    if parts and parts[0] not in ("the training loop", START_UP):
+    if parts and parts[0] not in (TRAINING_LOOP, START_UP):
         return parts[0]
     parts_of_files = [
         part for path, part in _FILES_OF_PARTS if any(path in frame.file for frame in frames)

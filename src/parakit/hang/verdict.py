@@ -165,7 +165,7 @@ def _judge_failed_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
     evidence = waits.evidence
     sentences = []
     for rank in ranks:
-        reason = evidence.failures[rank].rstrip(".")
+        reason = evidence.failures[rank].removeprefix(f"rank {rank}: ").rstrip(".")
         prefix = (
             ""
             if reason.startswith("Rank ")
@@ -374,8 +374,8 @@ def _judge_recent_calls(evidence: HangEvidence) -> HangVerdict | None:
     if not dump_times:
         return None
     last_call_ns = max(state.calls[-1].created_ns for state in states if state.calls)
-    # Ranks write their dumps some time after they were asked, and may have made calls in between.
-    asked_ns = min(filter(None, (*dump_times, evidence.asked_ns)))
+    # Ranks write their dumps some time after they were asked. A rank that failed wrote its dump long before.
+    asked_ns = evidence.asked_ns or min(dump_times)
     quiet_seconds = (asked_ns - last_call_ns) / 1e9
     usual_seconds = _find_usual_pause_seconds(evidence)
     if quiet_seconds >= usual_seconds:

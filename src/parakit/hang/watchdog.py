@@ -14,6 +14,7 @@ from typing import NamedTuple
 from parakit.hang.dumps import normalise_operation
 from parakit.hang.evidence import (
     UNKNOWN_OPERATION,
+    UNNAMED_GROUP,
     ComparedCalls,
     GroupOfRanks,
     Progress,
@@ -22,8 +23,6 @@ from parakit.hang.evidence import (
 
 WORLD = "default_pg"
 """torch's description of the group of all ranks."""
-UNNAMED_GROUP = "that the log does not name"
-"""Name of a group of which no line has a name, although its ranks are known."""
 COMPARED_GROUP = "that torch compared"
 """Name of a group of which a log reports only that calls in it differ."""
 MONITORED_BARRIER = "monitored_barrier"

@@ -165,6 +165,11 @@ def backend_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence per reason why the launch's backend cannot run it; nothing if it can."""
     if launch.spec.backend == Backend.MEGATRON:
         return
+    if len(launch.data_parts) > 1:
+        yield (
+            f"BACKEND={launch.spec.backend} reads one data set, and DATA='{launch.data}' blends several; name "
+            "one, or use BACKEND=megatron."
+        )
     if launch.spec.patch_file is not None:
         yield (
             f"PATCH_FILE={launch.spec.patch_file.path} changes Megatron, which "

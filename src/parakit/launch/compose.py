@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +14,7 @@ from pathlib import Path
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, CodeHashes, MegatronEntry
 from parakit.cluster import IMAGE_PYTHON, LOOPBACK, Nodes, data_folders
+from parakit.config.blend import BlendPart, parse_blend
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import (
@@ -40,8 +40,9 @@ from parakit.config.variables import INTERFACES
 from parakit.data import SPLIT_FLAG
 from parakit.launch.code import find_entry, identify_code
 from parakit.launch.data import (
-    DEFAULT_DATA,
+    DATA_FLAG,
     GPT2_DATA,
+    choose_data,
     choose_split_flags,
     sample_index_folder,
 )
@@ -66,9 +67,6 @@ INITIAL_CHECKPOINTS_FOLDER = ".start"
 """Folder in the runs folder that holds the initial checkpoints, which runs share."""
 
 DATA_CACHE = "--data-cache-path"
-_DATA_FLAGS = ("--data-path", "--train-data-path", "--valid-data-path", "--test-data-path")
-_WEIGHT = re.compile(r"[0-9.]+")
-"""Pattern of a data set's weight in a blend, which stands before the data set's path."""
 
 RUN_PLACEHOLDER = "<run folder>"
 
@@ -103,6 +101,7 @@ class Launch:
     iterations: int
     entry: MegatronEntry
     data: str
+    """The data set, or the blend, as DATA= names it (`data_parts`)."""
     initial_checkpoint: Path | None
     """The checkpoint whose weights iteration 1 starts from; None starts from Megatron's own initialization."""
     flags: tuple[str, ...]
@@ -139,9 +138,14 @@ class Launch:
         return identify_code(self.entry if runs_megatron_here else None)
 
     @property
-    def data_path(self) -> Path:
-        """Prefix of the data set's files. A relative `data` starts at the repository root, as it does for the ranks."""
-        return ROOT / self.data
+    def data_parts(self) -> tuple[BlendPart, ...]:
+        """The data sets of the run: one, or those of a blend."""
+        return parse_blend(self.data)
+
+    @property
+    def data_paths(self) -> tuple[Path, ...]:
+        """Prefixes of the data sets' files. Relative ones start at the repository root, as they do for the ranks."""
+        return tuple(ROOT / part.prefix for part in self.data_parts)
 
     @property
     def devices(self) -> int:
@@ -162,9 +166,7 @@ class Launch:
         if self.spec.backend is not Backend.MEGATRON or DATA_CACHE in values_by_flag(self.flags):
             return self.flags
         # Megatron's default folder is beside the data set, where the user may have no right to write.
-        values = values_by_flag(self.flags)
-        blend = [value for flag in _DATA_FLAGS for value in values.get(flag, ())]
-        paths = [value for value in blend if not _WEIGHT.fullmatch(value)]
+        paths = [part.prefix for part in self.data_parts]
         folder = sample_index_folder(self.job.options.runs, paths)
         return (DATA_CACHE, relative_to_root(folder), *self.flags)
 
@@ -255,7 +257,8 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     """
     options, device = job.options, job.device
     parallelism = parallelism_from_flags((*job.flags, *options.extra), job.devices)
-    data = options.data or DEFAULT_DATA[device]
+    data, extra = choose_data(options, device)
+    data_arguments = [argument for part in parse_blend(data) for argument in part.arguments]
     model = adapt_model_to_data(job.model, options.extra, data)
     entry = find_entry(options.megatron_lm, runtime.pair)
     scaled_batch = scale_batch(model.batch, parallelism)
@@ -271,7 +274,6 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     # Megatron stops, and prepares samples, up to --train-iters of the model's file. ITERS= may be more.
     train_iterations = Flags(model.flags).integer("--train-iters", iterations)
     is_longer = bool(options.iterations) and iterations > train_iterations
-    extra = options.extra
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
     model_flags = merge_training_flags(model, in_half=device is DeviceKind.GPU)
@@ -289,9 +291,9 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
                 "--attention-dropout": options.dropout,
                 "--hidden-dropout": options.dropout,
                 "--seed": options.seed,
-                "--data-path": data,
             }
         ),
+        (DATA_FLAG, *data_arguments),
         () if has_split else choose_split_flags(data, requested_flags, model.shape.seq_length),
         null_tokenizer_flags(model.shape.vocabulary, entry.megatron_version),
         initial_checkpoint_flags(checkpoint, parallelism, padded_to) if checkpoint else (),
@@ -338,7 +340,9 @@ def adapt_model_to_data(model: Model, texts: Sequence[str], data: str) -> Model:
     An imported model keeps the vocabulary of its weights.
     """
     model = apply_flags_to_model(model, texts)
-    has_own_vocabulary = data not in GPT2_DATA or imported_weights_folder(model) is not None
+    prefixes = {part.prefix for part in parse_blend(data)}
+    is_imported = imported_weights_folder(model) is not None
+    has_own_vocabulary = is_imported or not prefixes <= set(GPT2_DATA)
     return model if has_own_vocabulary else replace_vocabulary(model, GPT2_VOCABULARY)
 
 
@@ -381,7 +385,7 @@ def add_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     start = options.runs / INITIAL_CHECKPOINTS_FOLDER
     linked = (start.resolve(),) if start.is_symlink() and start.is_dir() else ()
     folders = (
-        *data_folders(ROOT / data),
+        *(folder for part in parse_blend(data) for folder in data_folders(ROOT / part.prefix)),
         options.runs.absolute(),
         *linked,
         *(path.parent for path in patch_files),

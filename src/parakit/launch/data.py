@@ -16,9 +16,10 @@ import numpy as np
 from rich.console import Console
 
 from parakit.artifacts.io import lock_file, write_atomically
+from parakit.config.blend import format_blend, pair_weights, parse_blend
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.config.flags import Flags
+from parakit.config.flags import Flags, drop_flags, values_by_flag
 from parakit.config.model import GPT2_VOCABULARY
 from parakit.config.run import DeviceKind
 from parakit.data import (
@@ -31,6 +32,7 @@ from parakit.data import (
     unusable_parts,
     usable_split_flags,
 )
+from parakit.launch.options import Options
 
 SAMPLE = "owt-ds/sample_text_document"
 UNIQUE_SAMPLE = "owt-ds/sample-unique_text_document"
@@ -59,6 +61,13 @@ WAIT_SECONDS = 0.2
 
 SAMPLE_INDICES = ".data"
 """Folder beside the runs that holds Megatron's sample indices: which tokens make up which sample."""
+
+DATA_FLAG, DATA_FILE_FLAG = "--data-path", "--data-args-path"
+_FLAGS_PER_SPLIT = (
+    *("--train-data-path", "--valid-data-path", "--test-data-path"),
+    "--per-split-data-args-path",
+)
+"""Flags of Megatron that exclude `--data-path` and `--split`."""
 
 HASH_PLACEHOLDER = "<its hash>"
 _HASH_LENGTH = 12
@@ -100,31 +109,87 @@ def remove_stale_sample_indices(runs: Path) -> None:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def choose_data(options: Options, device: DeviceKind) -> tuple[str, tuple[str, ...]]:
+    """Return the data sets of a run as DATA= names them, and EXTRA= without the flags that name data sets.
+
+    `--data-path` in EXTRA= counts instead of DATA=, and so does the file of `--data-args-path`, whose data sets
+    become values of `--data-path`, so that the run records what the file said.
+
+    Raises:
+        LaunchError: The file cannot be read, weights do not fit, or a flag names data sets per split.
+    """
+    values = values_by_flag(options.extra)
+    if refused := next((flag for flag in _FLAGS_PER_SPLIT if flag in values), None):
+        raise LaunchError(
+            f"EXTRA= has {refused}, and the kit trains on data sets that {SPLIT_FLAG} divides; name them with "
+            "DATA='0.3 a 0.7 b'."
+        )
+    data_arguments = values.get(DATA_FLAG, [])
+    if DATA_FILE_FLAG in values:
+        data_arguments = _read_data_file(" ".join(values[DATA_FILE_FLAG]))
+    extra = drop_flags(options.extra, (DATA_FLAG, DATA_FILE_FLAG))
+    if not data_arguments:
+        return options.data or DEFAULT_DATA[device], extra
+    try:
+        return format_blend(pair_weights(data_arguments)), extra
+    except ValueError as error:
+        raise LaunchError(f"EXTRA= names data sets, and {error}") from None
+
+
+def _read_data_file(name: str) -> list[str]:
+    """Return the words in the file of `--data-args-path`, weights and prefixes, as Megatron reads them.
+
+    Raises:
+        LaunchError: The file cannot be read, or it is empty.
+    """
+    try:
+        data_arguments = (ROOT / Path(name).expanduser()).read_text().split()
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(
+            f"{DATA_FILE_FLAG} {name} cannot be read ({error}); name a text file."
+        ) from None
+    if not data_arguments:
+        raise LaunchError(f"{DATA_FILE_FLAG} {name} is empty; write weights and prefixes into it.")
+    return data_arguments
+
+
 def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tuple[str, ...]:
     """Return `--split`, and what must go with it, where the model's own split does not fit a data set.
 
-    The result is empty if the split of `flags` works, if no split works, or if the data set cannot be opened.
-    The checks before a run report the last case.
+    Megatron divides each data set of a blend by the same split, so the result fits all of them. The result is
+    empty if the split of `flags` works, if no split works, or if a data set cannot be opened. The checks before
+    a run report the last case.
     """
     model_flags = Flags(flags)
     evaluates = model_flags.integer(EVAL_ITERATIONS_FLAG, 1) > 0
     try:
-        dataset = open_dataset(ROOT / data)
-        if not unusable_parts(dataset, model_flags.text(SPLIT_FLAG), seq_length, evaluates):
-            return ()
-        return usable_split_flags(dataset, seq_length, evaluates)
+        datasets = [open_dataset(ROOT / part.prefix) for part in parse_blend(data)]
+        splits: list[tuple[str, ...]] = [(SPLIT_FLAG, model_flags.text(SPLIT_FLAG))]
+        splits += [usable_split_flags(dataset, seq_length, evaluates) for dataset in datasets]
+        for split in filter(None, splits):
+            still_evaluates = evaluates and EVAL_ITERATIONS_FLAG not in split
+            if not any(
+                unusable_parts(dataset, split[1], seq_length, still_evaluates)
+                for dataset in datasets
+            ):
+                return () if split is splits[0] else split
     except DatasetError:
-        return ()
+        pass
+    return ()
 
 
 def make_sample(prefix: str, console: Console) -> bool:
     """Make a data set if it is one of the kit's samples and is not there; return True if it was not there.
 
-    Another launcher that is making the same data set is waited for.
+    Of a blend, every such data set is made. Another launcher that is making the same data set is waited for.
 
     Raises:
         LaunchError: The data set could not be made.
     """
+    parts = parse_blend(prefix)
+    if len(parts) > 1:
+        made = [make_sample(part.prefix, console) for part in parts]
+        return any(made)
     if prefix not in OWN_SAMPLES or _is_complete(prefix):
         return False
     if prefix == SMALL_SAMPLE:

@@ -221,26 +221,32 @@ def _flag_problems(launch: Launch) -> Iterator[str]:
 
 def _data_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence per reason why the data set cannot be used for this run."""
-    is_missing = not idx_path(launch.data_path).is_file()
-    if is_missing and launch.data in OWN_SAMPLES and launch.job.options.dry_run:
+    for part in launch.data_parts:
+        yield from _problems_of_data_set(launch, part.prefix)
+
+
+def _problems_of_data_set(launch: Launch, prefix: str) -> Iterator[str]:
+    """Yield a sentence per reason why one data set cannot be used for this run."""
+    is_missing = not idx_path(ROOT / prefix).is_file()
+    if is_missing and prefix in OWN_SAMPLES and launch.job.options.dry_run:
         return  # A real run would make the sample first.
-    if is_missing and launch.data == PUBLISHED:
+    if is_missing and prefix == PUBLISHED:
         yield (
             f"The published data set {PUBLISHED} is not there; run 'make prepare-ds-openwebtext-10k', "
             "or name another with DATA=."
         )
         return
     try:
-        yield from dataset_problems(open_dataset(launch.data_path), _use_of_dataset(launch))
+        yield from dataset_problems(open_dataset(ROOT / prefix), _use_of_dataset(launch, prefix))
     except DatasetError as error:
         yield str(error)
 
 
-def _use_of_dataset(launch: Launch) -> DatasetUse:
-    """Return what the run needs of its data set, for the checks of the data set's package."""
+def _use_of_dataset(launch: Launch, prefix: str) -> DatasetUse:
+    """Return what the run needs of a data set, for the checks of the data set's package."""
     flags = Flags(launch.flags)
     return DatasetUse(
-        name=launch.data,
+        name=prefix,
         model=launch.model.name,
         vocabulary=launch.model.shape.vocabulary,
         # An imported model's own tokenizer may have fewer entries than the model has rows.

@@ -18,6 +18,7 @@ from rich.console import Console
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, RunRecord
 from parakit.checkpoint import read_contents
+from parakit.config.blend import format_blend, pair_weights
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
@@ -156,7 +157,7 @@ def compose_resumed_launch(
             f"{record.run} was trained by Megatron {record.entry.megatron_version}, but Megatron "
             f"{entry.megatron_version} is here; name a checkout of the former with MEGATRON_LM=."
         )
-    data = Flags(record.argv).text("--data-path")
+    data = format_blend(pair_weights(Flags(record.argv).texts("--data-path")))
     arguments = count_end_of_document_in_vocabulary(record.argv, entry.megatron_version)
     model = adapt_model_to_data(load_model(record.spec.model, options.model), arguments, data)
     job = Job(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shlex
@@ -187,8 +188,17 @@ def build_run_record(launch: Launch, folder: Path) -> records.RunRecord:
 
 
 def _identify_dataset(launch: Launch) -> records.DatasetIdentity:
-    """Return the data set's path and the hash of its present tokens."""
-    return records.DatasetIdentity(launch.data, open_dataset(launch.data_path).content_sha256)
+    """Return the data set's path and the hash of its present tokens; of a blend those of every data set too."""
+    hashes = [open_dataset(path).content_sha256 for path in launch.data_paths]
+    if len(hashes) == 1:
+        return records.DatasetIdentity(launch.data, hashes[0])
+    parts = tuple(
+        records.BlendPartIdentity(part.prefix, part.weight, sha256)
+        for part, sha256 in zip(launch.data_parts, hashes, strict=True)
+    )
+    text = "\n".join(f"{part.weight} {part.sha256}" for part in parts)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return records.DatasetIdentity(launch.data, sha256, parts)
 
 
 def identify_computation(launch: Launch) -> TrainingIdentity:

@@ -103,7 +103,7 @@ def default_runtime() -> RuntimeName:
     if is_inside_container() or not visible_gpus():
         return RuntimeName.HOST
     engine = check_engine()[1]
-    return RuntimeName.DOCKER if engine and engine.has_nvidia_runtime else RuntimeName.HOST
+    return RuntimeName.DOCKER if engine and engine.gives_gpus else RuntimeName.HOST
 
 
 def is_inside_container() -> bool:

@@ -189,7 +189,8 @@ def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
             f"--output {image_file} dockerd://{pair.name}', name another with SLURM_IMAGE=, or set "
             "RUNTIME=host."
         )
-    folders = (ROOT, *data_folders(launch.data_path), options.runs.absolute())
+    data = (folder for path in launch.data_paths for folder in data_folders(path))
+    folders = (ROOT, *data, options.runs.absolute())
     mounts = Container("", "", mounts=()).mounting(*folders).mounts
     return pyxis_flags(slurm_image or str(image_file), mounts)
 

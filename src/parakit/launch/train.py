@@ -248,7 +248,7 @@ def _train_as_worker(launch: Launch, nodes: Nodes, console: Console, title: str)
 def _describe_node(launch: Launch, nodes: int) -> NodeRecord:
     """Return this node's record with everything that must be the same on all `nodes` nodes."""
     try:
-        dataset = open_dataset(launch.data_path).content_sha256
+        dataset = " ".join(open_dataset(path).content_sha256 for path in launch.data_paths)
     except DatasetError:
         dataset = "missing"
     entry = launch.entry
@@ -397,11 +397,14 @@ def describe_chosen_split(launch: Launch) -> str:
         SPLIT_FLAG
     ):
         return ""
-    parts = divide_into_parts(open_dataset(launch.data_path), chosen)
+    # The split follows from the smallest data set of a blend.
+    datasets = {part.prefix: open_dataset(ROOT / part.prefix) for part in launch.data_parts}
+    smallest = min(datasets, key=lambda prefix: datasets[prefix].tokens)
+    parts = divide_into_parts(datasets[smallest], chosen)
     without_validation = parts[Split.VALIDATION].weight == 0
     evaluated = f" and {EVAL_ITERATIONS_FLAG} 0" if without_validation else ""
     return (
-        f"Data set {launch.data} is too small for {SPLIT_FLAG} {model_split}; {SPLIT_FLAG} {chosen}{evaluated} is "
+        f"Data set {smallest} is too small for {SPLIT_FLAG} {model_split}; {SPLIT_FLAG} {chosen}{evaluated} is "
         f"used: {sizes_sentence(parts)}."
     )
 

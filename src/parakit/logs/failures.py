@@ -99,6 +99,8 @@ _ENDED_BY_TORCHRUN = re.compile(
     r"Unable to shutdown process (\d{1,9}) via 15, forcefully exiting via 9"
 )
 _LAUNCHER_KINDS = ("ChildFailedError", "SignalException", "RendezvousClosedError")
+_WRAPPING_KINDS = (*_LAUNCHER_KINDS, "CheckpointException")
+"""Kinds of errors that report another error, such as torch's on a checkpoint that a rank could not read."""
 _EPILOGUE = ("Failures:", "Root Cause (first observed failure):")
 _HOST_MEMORY = (
     "the job used more host memory than Slurm gave it (out of memory); ask for more (--mem=)"
@@ -200,7 +202,7 @@ class ErrorCollector:
             message = f"in {location}"
             if source.startswith("assert "):
                 message = f"{source.removeprefix('assert ')} does not hold, {message}"
-        self._add_error(kind, message, rank, kind in _LAUNCHER_KINDS)
+        self._add_error(kind, message, rank, kind in _WRAPPING_KINDS)
 
     def _feed_error_without_traceback(self, line: str) -> None:
         """Read a line with an error that has no Python traceback, such as a wrong option."""

@@ -332,7 +332,7 @@ def _add_printed(run: Run) -> Run:
     if not arguments:
         return run
     flags = Flags(flags_from_printed_arguments(arguments))
-    data = flags.text("--data-path") or ("mock" if flags.has("--mock-data") else "")
+    data = " ".join(flags.texts("--data-path")) or ("mock" if flags.has("--mock-data") else "")
     return replace(
         run,
         spec=parse_printed_spec(arguments, run.window.global_batch_size),

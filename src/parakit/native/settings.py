@@ -20,8 +20,14 @@ from parakit.config.strategy import PipelineSchedule
 IMPORTED, PADDED = "--imported", "--padded-vocabulary"
 """Flags of the reference run by transformers: folder of the imported model, and padded vocabulary."""
 
-FROM_CONFIG = flags_for_native("imported")
-"""Flags of architectures that only transformers implements; it reads them from the model's config."""
+_ROTARY_FLAGS = (
+    *("--position-embedding-type", "--rotary-scaling-factor", "--mscale", "--mscale-all-dim"),
+    *("--yarn-original-max-position-embeddings", "--yarn-beta-fast", "--yarn-beta-slow"),
+    *("--no-yarn-correction-range-round-to-int", "--no-rope-freq"),
+)
+FROM_CONFIG = flags_for_native("imported") | frozenset(_ROTARY_FLAGS)
+"""Flags of architectures that transformers reads from the model's config. The native backend implements none of
+them but the type of positions."""
 
 MUON_RULE_FLAG = "--muon-rule"
 """Flag that Megatron does not have: it chooses PyTorch's or Megatron's rule for Muon."""

@@ -2,14 +2,17 @@ import os
 import re
 import shlex
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from parakit.cluster.checks import docker as docker_checks
 from parakit.cluster.checks.docker import check_container, check_engine
 from parakit.cluster.checks.result import CommandOutput, refusal_sentences
 from parakit.cluster.container import docker
-from parakit.cluster.container.docker import bind_mount, container_user
+from parakit.cluster.container import docker as docker_module
+from parakit.cluster.container.docker import Container, bind_mount, container_user
 from parakit.config.errors import LaunchError
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.run import DeviceKind, RuntimeName
@@ -174,6 +177,43 @@ def test_missing_part_of_docker_gives_a_single_sentence_with_the_fix(
     (refusal, *_) = refusal_sentences(check_container("i:t", "25.06-py3", gpus=True))
     assert re.search(message, refusal)
     assert "\n" not in refusal
+
+
+def test_gpus_need_no_entry_of_a_runtime_if_there_is_a_hook_or_a_cdi_specification(
+    docker: FakeDocker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docker.answer("info", '{"runtimes":{"runc":{}},"is":[]}')
+
+    def refusals() -> list[str]:
+        return refusal_sentences(check_container("i:t", "25.06-py3", gpus=True))
+
+    cdi = tmp_path / "cdi"
+    monkeypatch.setattr(docker_checks, "CDI_FOLDERS", (str(cdi), str(tmp_path / "gone")))
+    assert len(refusals()) == 1
+    cdi.mkdir()
+    (cdi / "amd.yaml").touch()
+    assert len(refusals()) == 1
+    (cdi / "nvidia.yaml").touch()
+    assert refusals() == []
+    (cdi / "nvidia.yaml").unlink()
+    hook = docker.folder / "nvidia-container-runtime-hook"
+    hook.write_text("#!/bin/sh\n")
+    hook.chmod(0o755)
+    assert refusals() == []
+
+
+def test_a_container_with_gpus_gets_infiniband_and_a_label_of_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = Container("image", "1:1")
+    monkeypatch.setattr(docker_module, "INFINIBAND", tmp_path / "gone")
+    assert "--device" not in container.wrap(("true",), ())
+    monkeypatch.setattr(docker_module, "INFINIBAND", tmp_path)
+    command = container.wrap(("true",), ())
+    assert command[command.index("--device") + 1] == str(tmp_path)
+    assert "--device" not in replace(container, gpus=False).wrap(("true",), ())
+    labelled = docker_module.add_container_id_file(command, tmp_path / "R1" / "container.id")
+    assert labelled[labelled.index("--label") + 1] == "megatron-parallelism-kit.run=R1"
 
 
 def test_missing_docker_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,3 +30,58 @@ LLAMA3_SCALING = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
+
+DENSE = {**LLAMA, "hidden_act": "silu"}
+EXPERTS = {
+    **DENSE,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 6,
+    "norm_topk_prob": True,
+    "router_aux_loss_coef": 0.001,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {**DENSE, "model_type": "mistral", "sliding_window": None},
+    "phi3": {
+        **DENSE,
+        "model_type": "phi3",
+        "sliding_window": None,
+        "num_key_value_heads": 1,
+        "pad_token_id": 0,
+    },
+    "smollm3": {
+        **DENSE,
+        "model_type": "smollm3",
+        "no_rope_layers": [1, 0],
+        "attention_bias": False,
+        "mlp_bias": False,
+        "pad_token_id": 0,
+    },
+    "qwen2": {**DENSE, "model_type": "qwen2", "use_sliding_window": False},
+    "qwen3": {**DENSE, "model_type": "qwen3", "head_dim": 6, "attention_bias": False},
+    "mixtral": {
+        **DENSE,
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "router_aux_loss_coef": 0.001,
+    },
+    "qwen2_moe": {
+        **EXPERTS,
+        "model_type": "qwen2_moe",
+        "norm_topk_prob": False,
+        "shared_expert_intermediate_size": 10,
+    },
+    "qwen3_moe": {**EXPERTS, "model_type": "qwen3_moe", "head_dim": 6, "attention_bias": False},
+    "llama-linear": {**LLAMA, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "llama-yarn": {**LLAMA, "max_position_embeddings": 64, "rope_scaling": YARN},
+}
+"""A config per family beside GPT-2 and Llama, and per scaling of rotary frequencies beside Llama 3's."""

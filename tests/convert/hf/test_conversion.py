@@ -5,19 +5,23 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file, save_file
 
 from parakit.artifacts.torch_dist import read_metadata, read_tensor
+from parakit.checkpoint.checks import find_problems
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import read_contents
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
+from parakit.config.huggingface import flags_model_type
 from parakit.config.model import find_model
 from parakit.convert.hf import progress
 from parakit.convert.hf.from_megatron import export_model
@@ -25,7 +29,8 @@ from parakit.convert.hf.into_megatron import import_model, read_import, read_sou
 from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import write_model
 from parakit.convert.hf.tensor_files import FILE, INDEX, TensorFolder, TensorHeader, write_tensors
-from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from parakit.launch.hub import export_hf
+from tests.convert.hf.folders import FAMILIES, GPT2, LLAMA, LLAMA3_SCALING
 
 CHECKPOINT = "checkpoint/iter_0000001"
 
@@ -39,12 +44,12 @@ def exported(
     folder: Path, target: Path, as_imported: bool = True, shard_bytes: int = 10**9
 ) -> Path:
     model = find_model(str(folder / f"{folder.name}.args"))
-    own = folder if as_imported else None
+    import_folder = folder if as_imported else None
     export_model(
         folder / CHECKPOINT,
         model.flags,
         model.shape,
-        own,
+        import_folder,
         target,
         ConversionProgress(),
         shard_bytes,
@@ -52,11 +57,11 @@ def exported(
     return target
 
 
-def assert_same_bits(one: Path, other: Path) -> None:
-    ours, theirs = TensorFolder(one), TensorFolder(other)
-    assert ours.tensors == theirs.tensors  # names, shapes and types
-    for name in ours.tensors:
-        bits = [folder.read(name).view(torch.uint8) for folder in (ours, theirs)]
+def assert_same_bits(first: Path, other: Path) -> None:
+    first_folder, other_folder = TensorFolder(first), TensorFolder(other)
+    assert first_folder.tensors == other_folder.tensors  # names, shapes and types
+    for name in first_folder.tensors:
+        bits = [folder.read(name).view(torch.uint8) for folder in (first_folder, other_folder)]
         assert torch.equal(*bits), name
 
 
@@ -94,6 +99,95 @@ def test_model_that_was_not_imported_gets_a_config_from_its_flags(tmp_path: Path
     assert config["rope_scaling"] == LLAMA3_SCALING
     again = find_model(str(imported(back, tmp_path / "again") / "mine.args"))
     assert again.shape == find_model(str(folder / "mine.args")).shape
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_is_converted_both_ways_to_the_same_bits(tmp_path: Path, family: str) -> None:
+    """With the config of the import, and with one that is made from Megatron's flags."""
+    config = FAMILIES[family]
+    source = write_model(tmp_path / "source", config, torch.bfloat16)
+    folder = imported(source, tmp_path / "hub")
+    assert find_problems(read_contents(folder)) == ()
+    back = exported(folder, tmp_path / "back")
+    assert_same_bits(source, back)
+    assert json.loads((back / "config.json").read_text()).items() >= config.items()
+    from_flags = exported(folder, tmp_path / "flags", as_imported=False)
+    if (
+        family != "phi3"
+    ):  # Its flags are those of a Llama, whose queries, keys and values are three tensors.
+        assert_same_bits(source, from_flags)
+    written = json.loads((from_flags / "config.json").read_text())
+    assert written["model_type"] == flags_model_type(config["model_type"])
+    assert written.get("rope_scaling") == config.get("rope_scaling")
+    again = imported(from_flags, tmp_path / "again")
+    models = [find_model(str(model / "mine.args")) for model in (folder, again)]
+    assert models[0].shape == models[1].shape
+    files = [model / CHECKPOINT / "__0_0.distcp" for model in (folder, again)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+MEGATRONS_DEFAULTS: dict[str, object] = {
+    "rotary_percent": 1.0,
+    "moe_layer_freq": 1,
+    "softmax_type": "vanilla",
+    "rope_scaling_factor": 8.0,
+    "window_size": None,
+    "multi_latent_attention": False,
+    "moe_shared_expert_gate": False,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.0,
+    "add_qkv_bias": False,
+}
+"""Arguments that a checkpoint states although no flag set them."""
+
+
+@pytest.mark.parametrize(
+    "config", [LLAMA, GPT2, FAMILIES["mixtral"]], ids=["llama", "gpt2", "mixtral"]
+)
+@pytest.mark.parametrize("states_vocabulary", [True, False])
+def test_any_checkpoint_of_megatron_is_exported_by_its_arguments(
+    tmp_path: Path, config: dict[str, Any], states_vocabulary: bool
+) -> None:
+    source = write_model(tmp_path / "source", config)
+    folder = imported(source, tmp_path / "hub")
+    flags = Flags(find_model(str(folder / "mine.args")).flags)
+    printed = {
+        name.removeprefix("--").replace("-", "_"): values[0] if values else True
+        for name, values in flags._values.items()
+    }
+    if printed.pop("disable_bias_linear", None):
+        printed["add_bias_linear"] = False
+    if not states_vocabulary:
+        printed["vocab_size"] = None
+    common = torch.load(folder / CHECKPOINT / "common.pt", weights_only=False)
+    common["args"] = Namespace(**{**MEGATRONS_DEFAULTS, **printed, **vars(common["args"])})
+    torch.save(common, folder / CHECKPOINT / "common.pt")
+    (tmp_path / "elsewhere").mkdir()
+    moved = (folder / "checkpoint").rename(tmp_path / "elsewhere" / "checkpoints")
+    assert export_hf(None, str(tmp_path / "back"), Console(quiet=True), ckpt=str(moved)) == 0
+    if states_vocabulary or config is not GPT2:
+        assert_same_bits(source, tmp_path / "back")
+    written = json.loads((tmp_path / "back" / "config.json").read_text())
+    rows = config["vocab_size"] if states_vocabulary else -(-config["vocab_size"] // 128) * 128
+    assert (written["model_type"], written["vocab_size"]) == (config["model_type"], rows)
+
+
+def test_a_checkpoint_that_cannot_be_exported_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    console, target = Console(quiet=True), str(tmp_path / "back")
+    with pytest.raises(ValueError, match=r"either RUN= .* or CKPT="):
+        export_hf(None, target, console)
+    with pytest.raises(ValueError, match=r"either RUN= .* or CKPT="):
+        export_hf("runs/one", target, console, ckpt="checkpoints")
+    with pytest.raises(ValueError, match=r"is no folder; name one"):
+        export_hf(None, target, console, ckpt=str(tmp_path / "nowhere"))
+    folder = imported(write_model(tmp_path / "source", LLAMA), tmp_path / "hub")
+    with pytest.raises(
+        ValueError, match=r"holds no arguments that define a model.*Megatron-Bridge"
+    ):
+        export_hf(None, target, console, ckpt=str(folder / "checkpoint"))
+    with pytest.raises(ValueError, match=r"of the format huggingface.*Megatron-Bridge"):
+        export_hf(None, target, console, ckpt=str(tmp_path / "source"))
+    assert not Path(target).exists()
 
 
 def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
@@ -153,7 +247,7 @@ def token_beyond(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "said"),
+    ("damage", "sentence"),
     [
         (drop("transformer.h.1.ln_2.bias"), "lacks transformer.h.1.ln_2.bias"),
         (put("transformer.h.0.crossattention.c_attn.weight", 2, 2), "another architecture"),
@@ -167,11 +261,11 @@ def token_beyond(folder: Path) -> None:
     ids=["missing", "extra", "shape", "tied", "truncated", "pickle", "tokenizer", "config"],
 )
 def test_a_folder_that_does_not_fit_is_refused_by_name(
-    tmp_path: Path, damage: Callable[[Path], None], said: str
+    tmp_path: Path, damage: Callable[[Path], None], sentence: str
 ) -> None:
     source = write_model(tmp_path / "source", GPT2)
     damage(source)
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=sentence):
         read_source(source)
 
 
@@ -235,9 +329,9 @@ def test_an_error_while_writing_leaves_nothing_behind(
 
 def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
     folder = imported(write_model(tmp_path / "source", GPT2), tmp_path / "hub")
-    words = list(find_model(str(folder / "mine.args")).flags)
-    words[words.index("--num-layers") + 1] = "3"
-    (folder / "mine.args").write_text(" ".join(words))
+    arguments = list(find_model(str(folder / "mine.args")).flags)
+    arguments[arguments.index("--num-layers") + 1] = "3"
+    (folder / "mine.args").write_text(" ".join(arguments))
     with pytest.raises(ValueError, match=r"shape \[2, 8\], and the run's model has \[3, 8\]"):
         exported(folder, tmp_path / "back")
 
@@ -292,11 +386,13 @@ def test_an_import_is_the_same_model_as_its_source_and_a_changed_one_is_not(
 ) -> None:
     source = write_model(tmp_path / "source", config)
     checkpoint = read_contents(imported(source, tmp_path / "hub") / CHECKPOINT)
-    assert all(one.is_same for one in compare_weights(read_contents(source), checkpoint))
+    assert all(relation.is_same for relation in compare_weights(read_contents(source), checkpoint))
     doubled = {name: 2 * values for name, values in load_file(source / FILE).items()}
     save_file(doubled, source / FILE)
-    found = compare_weights(read_contents(source), checkpoint)
-    assert {(one.relation, one.detail[-3:]) for one in found} == {("scaled", "0.5")}
+    relations = compare_weights(read_contents(source), checkpoint)
+    assert {(relation.relation, relation.detail[-3:]) for relation in relations} == {
+        ("scaled", "0.5")
+    }
 
 
 @pytest.mark.usefixtures("within_a_minute")

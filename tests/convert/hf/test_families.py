@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from parakit.artifacts.torch_dist import EMBEDDING
+from parakit.config.huggingface import CONVERTIBLE_MODEL_TYPES
 from parakit.config.model import ModelShape
 from parakit.convert.hf.families import TensorPair, list_tensor_pairs
 
@@ -36,7 +37,7 @@ def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
 
 
 @given(
-    family=st.sampled_from(("gpt2", "llama")),
+    family=st.sampled_from(CONVERTIBLE_MODEL_TYPES),
     groups=st.integers(1, 3),
     per_group=st.integers(1, 3),
     width=st.integers(1, 3),
@@ -48,12 +49,15 @@ def pair(family: str, parameter: str, model: ModelShape) -> TensorPair:
 def test_split_and_join_are_inverse_bit_for_bit(
     family: str, groups: int, per_group: int, width: int, hidden: int, ffn: int, tied: bool
 ) -> None:
-    own = groups * per_group
+    heads = groups * per_group
     model = shape(
         layers=1,
-        hidden=own * width if family == "gpt2" else hidden,
-        heads=own,
-        query_groups=own if family == "gpt2" else groups,
+        experts=3,
+        expert_ffn_hidden=ffn,
+        shared_expert_ffn=ffn + 1,
+        hidden=heads * width if family == "gpt2" else hidden,
+        heads=heads,
+        query_groups=heads if family == "gpt2" else groups,
         head_width=width,
         ffn_hidden=ffn,
         tied_embeddings=tied,
@@ -101,6 +105,25 @@ def test_norm_has_transformer_engines_key_and_the_name_of_its_module() -> None:
     )
     assert norm.key == "decoder.layers.self_attention.linear_qkv.layer_norm_weight"
     assert norm.parameter == "decoder.layers.0.input_layernorm.weight"
+
+
+def test_experts_are_stacked_with_gate_before_value() -> None:
+    model = shape(hidden=1, experts=2, expert_ffn_hidden=1)
+    fc1 = pair("mixtral", "decoder.layers.1.mlp.experts.experts.linear_fc1.weight", model)
+    prefix = "model.layers.1.block_sparse_moe.experts"
+    assert fc1.names == tuple(f"{prefix}.{e}.{w}.weight" for e in (0, 1) for w in ("w1", "w3"))
+    joined = fc1.form.join([torch.tensor([[value]]) for value in (1.0, 2.0, 3.0, 4.0)])
+    assert joined.tolist() == [[[1], [2]], [[3], [4]]]
+    assert fc1.loaded_names == ("model.layers.1.mlp.experts.gate_up_proj",)
+
+
+def test_norm_before_experts_has_the_keys_of_both_kinds_of_layers() -> None:
+    model = shape(experts=2, expert_ffn_hidden=2)
+    norm = pair("qwen3_moe", "decoder.layers.0.pre_mlp_layernorm.weight", model)
+    assert norm.keys == (
+        "decoder.layers.mlp.linear_fc1.layer_norm_weight",
+        "decoder.layers.pre_mlp_layernorm.weight",
+    )
 
 
 @pytest.mark.parametrize(("tied", "count"), [(True, 2 + 12 * 2 + 2), (False, 2 + 12 * 2 + 3)])

@@ -22,7 +22,7 @@ from parakit.native.capture import Counterpart, wrap_for_capture
 from parakit.native.engines import TorchEngine
 from parakit.native.parallel import RankLayout
 from parakit.verify.captured import Capture, read_capture
-from tests.convert.hf.folders import GPT2, LLAMA, LLAMA3_SCALING
+from tests.convert.hf.folders import FAMILIES, GPT2, LLAMA, LLAMA3_SCALING
 from tests.native.small_model import settings
 
 pytest.importorskip("transformers")
@@ -68,8 +68,30 @@ def test_reference_has_the_imported_parameters(tmp_path: Path, config: dict[str,
     wholes = counterpart(folder).parameters
     assert [whole.name for whole in wholes] == [pair.parameter for pair in source.pairs]
     for whole in wholes:
-        piece = whole.piece(lambda one: one.data)
+        piece = whole.piece(lambda parameter: parameter.data)
         assert torch.equal(piece.values, by_name[whole.name]), whole.name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reference_of_each_family_has_every_parameter_of_megatron_once(
+    tmp_path: Path, family: str
+) -> None:
+    """Experts are one parameter each in Megatron, and one tensor of all experts in transformers."""
+    folder = write_model(tmp_path / "m", FAMILIES[family])
+    source = read_source(folder)
+    values_by_key: dict[tuple[str, int], torch.Tensor] = {
+        (pair.key, pair.layer or 0): source.values(pair) for pair in source.pairs
+    }
+    num_elements = 0
+    for parameter in counterpart(folder).parameters:
+        piece = parameter.piece(lambda tensor: tensor.data)
+        layer = parameter.placement.global_offset[0] if "decoder.layers." in parameter.name else 0
+        values = values_by_key[parameter.placement.key, layer]
+        if ".local_experts." in parameter.name:
+            values = values[parameter.placement.global_offset[1]]
+        assert torch.equal(piece.values, values), parameter.name
+        num_elements += values.numel()
+    assert num_elements == sum(values.numel() for values in values_by_key.values())
 
 
 def test_padding_rows_of_a_strategy_are_copies_of_the_last_row_and_change_no_other_logit(
@@ -78,9 +100,9 @@ def test_padding_rows_of_a_strategy_are_copies_of_the_last_row_and_change_no_oth
     folder = write_model(tmp_path / "m", {**GPT2, "tie_word_embeddings": False})
     plain, padded = counterpart(folder), counterpart(folder, rows=134)
     with torch.no_grad():
-        ours, theirs = padded.model(TOKENS), plain.model(TOKENS)
-    assert torch.equal(ours[..., :131], theirs)
-    assert torch.equal(ours[..., 131:], theirs[..., 130:].expand(-1, -1, 3))
+        ours, reference = padded.model(TOKENS), plain.model(TOKENS)
+    assert torch.equal(ours[..., :131], reference)
+    assert torch.equal(ours[..., 131:], reference[..., 130:].expand(-1, -1, 3))
     for whole in padded.parameters:
         if whole.placement.key in VOCABULARY:
             assert whole.placement.global_shape == (134, 8)
@@ -91,7 +113,7 @@ def test_captured_iteration_has_megatrons_names_positions_and_order(
     tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_model(tmp_path / "m", config)
-    (one,) = captured(folder, tmp_path / "c", monkeypatch).ranks
+    (rank,) = captured(folder, tmp_path / "c", monkeypatch).ranks
     source = read_source(folder)
     for pair in source.pairs:
         for stage, slot in (
@@ -100,17 +122,17 @@ def test_captured_iteration_has_megatrons_names_positions_and_order(
             (CaptureStage.OPTIMIZER_STATE, "exp_avg_sq"),
             (CaptureStage.WEIGHTS, "update"),
         ):
-            record = one.first_records[TensorKey(stage, pair.parameter, slot)]
+            record = rank.first_records[TensorKey(stage, pair.parameter, slot)]
             assert record.shape == pair.shape
             assert record.placement is not None
             assert record.placement.key == pair.key
-    logits = one.first_records[TensorKey(CaptureStage.OUTPUTS, "output_layer", "output.0", 0)]
+    logits = rank.first_records[TensorKey(CaptureStage.OUTPUTS, "output_layer", "output.0", 0)]
     assert logits.shape == (8, 2, config["vocab_size"])
-    layer = one.first_records[
+    layer = rank.first_records[
         TensorKey(CaptureStage.ACTIVATION_GRADIENTS, "decoder.layers.1", "output.0", 0)
     ]
     assert layer.shape == (8, 2, 8)
-    assert {record.tensor_key.name for record in one.records} >= {
+    assert {record.tensor_key.name for record in rank.records} >= {
         *("decoder", "decoder.final_layernorm", "decoder.layers.0.pre_mlp_layernorm", "loss"),
     }
 
@@ -133,19 +155,19 @@ def test_transformers_loads_an_exported_model_without_missing_and_unexpected_ten
         (target / "config.json").write_text(
             json.dumps({**json.loads((target / "config.json").read_text()), "bos_token_id": 0})
         )
-        ours, found = AutoModelForCausalLM.from_pretrained(
+        ours, loading = AutoModelForCausalLM.from_pretrained(
             target, dtype=torch.float32, output_loading_info=True
         )
-        assert not found["missing_keys"]
-        assert not found["unexpected_keys"]
-        theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-        assert_same_logits(ours, theirs)
+        assert not loading["missing_keys"]
+        assert not loading["unexpected_keys"]
+        reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        assert_same_logits(ours, reference)
 
 
 def assert_same_logits(*models: Any) -> None:
     with torch.no_grad():
-        one, other = (model.eval()(input_ids=TOKENS).logits for model in models)
-    assert torch.equal(one, other)
+        first, other = (model.eval()(input_ids=TOKENS).logits for model in models)
+    assert torch.equal(first, other)
 
 
 def test_an_untied_output_layer_is_compared_too(tmp_path: Path) -> None:

@@ -30,8 +30,8 @@ def recipe_of(run: RecipeRun) -> Recipe:
 def document(fields: Mapping[str, Value]) -> dict[str, Any]:
     """The content of the YAML file for fields by `section.field`."""
     sections: dict[str, Any] = {"_target_": CONTAINER}
-    for place, value in fields.items():
-        section, _, field = place.partition(".")
+    for dotted_name, value in fields.items():
+        section, _, field = dotted_name.partition(".")
         if field:
             sections.setdefault(section, {})[field] = plain(value)
         else:
@@ -47,7 +47,7 @@ def write(path: Path, fields: Mapping[str, Value]) -> Path:
 
 def plain(value: Value) -> Any:
     if isinstance(value, list):
-        return [plain(each) for each in value]
+        return [plain(element) for element in value]
     if not isinstance(value, Symbol):
         return value
     if value.path.startswith(ATTENTION):

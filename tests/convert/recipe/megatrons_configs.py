@@ -23,14 +23,14 @@ from parakit.convert.recipe import evaluate
 evaluate.REPLACEABLE_PACKAGES = ("transformer_engine",)
 
 
-def main(words: str, out: str) -> None:
+def main(recipes: str, out: str) -> None:
     warnings.simplefilter("ignore")
     evaluate.replace_missing_packages()
     h100 = SimpleNamespace(major=9, minor=0)
     torch.cuda.get_device_capability = lambda *_: (9, 0)  # type: ignore[assignment]
     torch.cuda.get_device_properties = lambda *_: h100  # type: ignore[assignment]
     configs: dict[str, Any] = {}
-    for name, ranks, flags in json.loads(Path(words).read_text()):
+    for name, ranks, flags in json.loads(Path(recipes).read_text()):
         configs[name] = configs_of(ranks, flags)
     Path(out).write_text(json.dumps(configs))
 
@@ -64,12 +64,12 @@ def configs_of(ranks: int, flags: list[str]) -> dict[str, dict[str, Any]]:
         "optimizer": get_megatron_optimizer_config(args)[0],
         "args": args,
     }
-    return {name: {key: plain(each) for key, each in vars(it).items()} for name, it in made.items()}
+    return {name: {key: plain(item) for key, item in vars(it).items()} for name, it in made.items()}
 
 
 def plain(value: object) -> object:
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
+        return [plain(item) for item in value]
     return value if isinstance(value, (bool, int, float, str)) or value is None else str(value)
 
 

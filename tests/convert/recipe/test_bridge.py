@@ -72,10 +72,11 @@ def configs(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Any]:
     """What Megatron's own parser makes of the targets' flags."""
     folder = tmp_path_factory.mktemp("megatron")
     sources = [source(target) for target in TARGETS]
-    words = [
-        (each.name, each.spec.parallelism.world_size, each.megatron_arguments) for each in sources
+    recipes = [
+        (source.name, source.spec.parallelism.world_size, source.megatron_arguments)
+        for source in sources
     ]
-    (folder / "words.json").write_text(json.dumps(words))
+    (folder / "words.json").write_text(json.dumps(recipes))
     command = [sys.executable, str(MEGATRONS), "words.json", "configs.json"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run(command, cwd=folder, env=env, check=True, capture_output=True)
@@ -117,10 +118,10 @@ def test_bridges_configuration_of_a_recipe_equals_megatrons_configuration_of_the
     )
     fields = parse_container(read_yaml(out))
     compared, apart = 0, []
-    for place, megatron in places(configs[target], fields):
+    for dotted_name, megatron in places(configs[target], fields):
         compared += 1
-        if not same(megatron, fields[place]) and not unused(place, fields):
-            apart.append(f"{place}: Megatron {megatron}, Bridge {fields[place]}")
+        if not same(megatron, fields[dotted_name]) and not unused(dotted_name, fields):
+            apart.append(f"{dotted_name}: Megatron {megatron}, Bridge {fields[dotted_name]}")
     assert apart == []
     assert compared > 400
 
@@ -144,21 +145,21 @@ def same(megatron: object, built: Value) -> bool:
     return megatron == built
 
 
-def unused(place: str, fields: Mapping[str, Value]) -> bool:
+def unused(dotted_name: str, fields: Mapping[str, Value]) -> bool:
     """Whether nothing in the run reads the field."""
     one_rank = {"model.cp_comm_type": "context", "model.pipeline_dtype": "pipeline_model"}
-    if place in one_rank:
-        return fields[f"model.{one_rank[place]}_parallel_size"] == 1
-    if "fp8" in place or "in_bf16" in place:
-        kept = "in_bf16" in place and not fields["model.first_last_layers_bf16"]
+    if dotted_name in one_rank:
+        return fields[f"model.{one_rank[dotted_name]}_parallel_size"] == 1
+    if "fp8" in dotted_name or "in_bf16" in dotted_name:
+        kept = "in_bf16" in dotted_name and not fields["model.first_last_layers_bf16"]
         return fields["model.fp8"] is None or kept
-    if place.startswith("ddp.") and fields["dist.use_torch_fsdp2"]:
+    if dotted_name.startswith("ddp.") and fields["dist.use_torch_fsdp2"]:
         return True  # Megatron has other settings for it.
-    if place == "ddp.data_parallel_sharding_strategy":
+    if dotted_name == "ddp.data_parallel_sharding_strategy":
         return not fields["ddp.use_megatron_fsdp"]
-    if place == "model.gradient_accumulation_fusion":
+    if dotted_name == "model.gradient_accumulation_fusion":
         return bool(fields["ddp.use_megatron_fsdp"])  # Bridge switches it off there.
-    return place in SAYS_NOTHING
+    return dotted_name in SAYS_NOTHING
 
 
 @pytest.mark.slow

@@ -163,7 +163,11 @@ def test_weight_decay_is_the_schedulers(fields: Fields) -> None:
 
 
 def test_precision_by_name_is_replaced_by_its_fields(fields: Fields) -> None:
-    bare = {place: each for place, each in fields.items() if not place.startswith("mixed_")}
+    bare = {
+        dotted_name: value
+        for dotted_name, value in fields.items()
+        if not dotted_name.startswith("mixed_")
+    }
     named = flags_from_fields({**bare, "mixed_precision": "bf16-mixed"})
     assert Flags(named.flags).has("--bf16")
     assert not Flags(named.flags).has("--grad-reduce-in-bf16")

@@ -125,6 +125,9 @@ def test_every_number_of_a_results_row_is_recomputed(demo_page, strategy):
         "Time per token": (
             [percentage(median / statistics.median(reference))] if strategy != "baseline" else []
         ),
+        "Devices": [str(ranks)],
+        "Batch": [str(BATCH)],
+        "Sequence": [str(s)],
         "Tokens/s": [digits(BATCH * s / seconds)],
         "Tokens/s/device": [digits(BATCH * s / seconds / ranks)],
         "TFLOP/s/device": [digits(flops / seconds / ranks / 1e12)],

@@ -100,3 +100,12 @@ def test_a_long_value_is_cut_and_paths_are_counted(tmp_path: Path) -> None:
     assert "not the same: 12 paths" in text
     page = (folder / "report.html").read_text()
     assert f'<details class="long"><summary>/data/{"a" * 54}</summary>' in page
+
+
+def test_logs_without_times_have_their_last_losses_in_the_headline() -> None:
+    public = Path(__file__).parents[2] / "logs" / "public"
+    paths = [public / f"{name}.log" for name in ("llm-foundry", "nemo-automodel")]
+    assert write_headline(reported(paths)) == (
+        "llm-foundry.log ends with a loss of 10.97 in iteration 3; nemo-automodel.log ends with a loss of 0.6172"
+        " in iteration 11. No time of an iteration is printed."
+    )

@@ -113,6 +113,29 @@ def test_many_rows_are_picked_and_the_picture_says_so(tmp_path):
     assert argument[1].endswith("(1 rows) and 3 other values")
 
 
+def test_a_long_loss_curve_has_a_mean_and_a_short_one_has_none(tmp_path):
+    losses = [10.0 - n / 100 + (0.5 if n % 2 else -0.5) for n in range(200)]
+    write_run(tmp_path, run_record("a"), log_text([100.0] * 200, losses))
+    (series,) = plots(tmp_path)["losses"].series
+    assert len(series.means) == len(series.y)
+    middle = series.x.index(101)
+    assert series.means[middle] == pytest.approx(9.0, abs=0.06)
+    assert all(not curve.means for curve in plots(tmp_path)["times"].series)
+
+
+def test_a_broken_loss_differs_in_losses_and_not_in_millions_of_digits(tmp_path):
+    losses = [10.0 - n / 100 for n in range(20)]
+    for name, strategy, more in (("a", "baseline", 0.0), ("b", "dp2", 2.0)):
+        write_run(
+            tmp_path,
+            run_record(name, strategy),
+            log_text([100.0] * 20, [loss + more for loss in losses]),
+        )
+    plot = plots(tmp_path)["differences"]
+    assert plot.unit == "lm loss"
+    assert plot.series[0].y == pytest.approx([2.0] * len(plot.series[0].y))
+
+
 def test_text_of_a_log_cannot_end_the_script(tmp_path):
     write_run(tmp_path, run_record("$x_<b>$"), log_text([9.0, 8.0, 7.0]))
     report = report_of(tmp_path)

@@ -2,12 +2,17 @@
 
 import json
 import shutil
+from pathlib import Path
 from typing import NamedTuple
 
 from parakit.cluster.checks.result import CheckResult, image_tag, pass_or_warn, run_program
 
 REPOSITORY = "megatron-parallelism-kit"
 """The repository of the kit's images. Its tags are the pairs of `docker/versions.env`."""
+
+NVIDIA_HOOK = "nvidia-container-runtime-hook"
+CDI_FOLDERS = ("/etc/cdi", "/var/run/cdi")
+"""Folders of the Container Device Interface in which `nvidia-ctk cdi generate` describes GPUs."""
 
 ENGINE_FORMAT = '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
 """The template by which `docker info` prints its runtimes and security options as JSON."""
@@ -16,8 +21,8 @@ ENGINE_FORMAT = '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
 class DockerEngine(NamedTuple):
     """Properties that Docker's engine reports of itself."""
 
-    has_nvidia_runtime: bool
-    """True if containers can use GPUs."""
+    gives_gpus: bool
+    """True if `docker run --gpus all` gives GPUs to containers."""
     rootless: bool
     """True if the engine runs without root, and maps the root of a container to the caller."""
 
@@ -40,12 +45,13 @@ def check_container(image: str = "", tag: str = "", gpus: bool = True) -> "list[
     result, engine = check_engine()
     if engine is None:
         return [result]
-    if gpus and not engine.has_nvidia_runtime:
+    if gpus and not engine.gives_gpus:
         fix = (
             "install the NVIDIA container toolkit and run 'sudo nvidia-ctk runtime configure "
             "--runtime=docker && sudo systemctl restart docker', or set RUNTIME=host"
         )
-        return [result, pass_or_warn("NVIDIA runtime", "Docker has no NVIDIA runtime", fix)]
+        finding = "Docker has no NVIDIA runtime, hook or CDI specification"
+        return [result, pass_or_warn("NVIDIA runtime", finding, fix)]
     return [result, _check_image(image, tag)]
 
 
@@ -74,8 +80,23 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
             fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
         return pass_or_warn("Docker", finding, fix), None
     rootless = any("name=rootless" in option for option in described.get("is") or ())
-    engine = DockerEngine("nvidia" in described["runtimes"], rootless)
+    gives_gpus = "nvidia" in described["runtimes"] or _has_nvidia_hook()
+    engine = DockerEngine(gives_gpus, rootless)
     return pass_or_warn("Docker", "its engine answers"), engine
+
+
+def _has_nvidia_hook() -> bool:
+    """Return True if this machine has what `--gpus` uses in engines without a runtime entry for NVIDIA.
+
+    That is the toolkit's hook on PATH, which Docker looks for since 19.03, or a CDI specification of the GPUs.
+    """
+    if shutil.which(NVIDIA_HOOK):
+        return True
+    return any(
+        any(Path(folder).glob(pattern))
+        for folder in CDI_FOLDERS
+        for pattern in ("nvidia*.yaml", "nvidia*.json")
+    )
 
 
 def image_id(image: str) -> "str | None":

@@ -60,6 +60,12 @@ FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864"
 """Options for NCCL, which moves data between ranks through shared memory and pins pages of it."""
 
 
+INFINIBAND = Path("/dev/infiniband")
+"""Devices of InfiniBand and RoCE, without which NCCL falls back to TCP in silence."""
+
+LABEL = "megatron-parallelism-kit.run"
+"""Label of a container with the name of its run folder, as `docker ps --filter label=…` takes it."""
+
 PROBE_SECONDS = 180.0
 CONTAINER_FILE = "container.id"
 """The file with the container's id beside the log of a run.
@@ -101,6 +107,7 @@ class Container:
             **CONFINED,
             "--gpus": "all" if self.gpus else None,
             "--network": "host" if self.host_network else None,
+            "--device": INFINIBAND if self.gpus and INFINIBAND.is_dir() else None,
         }
         mounts = [("--mount", bind_mount(path)) for path in self.mounts]
         names = sorted({*settings, *self.inherited, *ALWAYS})
@@ -159,8 +166,11 @@ def inherited_names(
 
 
 def add_container_id_file(command: Sequence[str], file: Path) -> tuple[str, ...]:
-    """Return a `docker run` with an option to write its container's id to a file, which must not exist yet."""
-    return (*command[:2], "--cidfile", str(file), *command[2:])
+    """Return a `docker run` with options to write its container's id to a file, which must not exist yet, and to
+    label the container with the run folder that the file is in.
+    """
+    label = f"{LABEL}={file.parent.name}"
+    return (*command[:2], "--cidfile", str(file), "--label", label, *command[2:])
 
 
 def data_folders(prefix: Path) -> tuple[Path, ...]:

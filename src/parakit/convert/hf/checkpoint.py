@@ -6,14 +6,15 @@ written in the form that every version from 0.13 to 0.19 reads; the extra states
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from parakit.artifacts.torch_dist import TRACKER_FILE, StoredMetadata, StoredTensor
+from parakit.artifacts.torch_dist import TRACKER_FILE, StoredMetadata, StoredPart, StoredTensor
 from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
 from parakit.convert.hf.families import TensorPair
 
@@ -22,13 +23,9 @@ ITERATION = 1
 at 0 all the same."""
 FOLDER = f"iter_{ITERATION:07d}"
 
-_MODULES_WITH_STATE = (
-    "self_attention.linear_qkv",
-    "self_attention.linear_proj",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
-"""Modules whose extra state Megatron loads; the state is None unless 8-bit floats are used."""
+_LINEAR_WEIGHT = re.compile(r"(.*\.linear_\w+)\.weight")
+"""Name of a weight whose module has an extra state. Megatron loads that state, which is None unless 8-bit
+floats are used."""
 
 _FILE = "__0_0.distcp"
 
@@ -58,21 +55,31 @@ def write_checkpoint(
     torch.save({**common, "num_floating_point_operations_so_far": 0}, target / "common.pt")
     stored_by_key: dict[str, StoredTensor] = {}
     with (target / _FILE).open("wb") as file:
-        states = {
-            f"decoder.layers.{module}._extra_state/shard_{layer}_{layers}": add_piece(
-                file, _FILE, [None]
-            )
-            for layer in range(layers)
-            for module in _MODULES_WITH_STATE
-        }
+        states: dict[str, StoredPart] = {}
         for pair, values in tensors:
             is_stacked = pair.layer is not None
             piece = values.unsqueeze(0) if is_stacked else values
             full_shape = (layers, *values.shape) if is_stacked else tuple(values.shape)
             dtype = str(values.dtype).removeprefix("torch.")
-            stored = stored_by_key.setdefault(pair.key, StoredTensor(full_shape, dtype, {}, {}))
             offset = (pair.layer or 0, *(0 for _ in full_shape[1:]))
-            stored.sizes[offset] = tuple(piece.shape)
-            stored.parts[offset] = add_piece(file, _FILE, piece.contiguous())
+            for key in pair.keys:
+                stored = stored_by_key.setdefault(key, StoredTensor(full_shape, dtype, {}, {}))
+                stored.sizes[offset] = tuple(piece.shape)
+                stored.parts[offset] = add_piece(file, _FILE, piece.contiguous())
+            for name in _list_extra_states(pair, layers):
+                states[name] = add_piece(file, _FILE, [None])
     write_metadata(target, StoredMetadata(stored_by_key, (), states))
     (folder / TRACKER_FILE).write_text(str(ITERATION))
+
+
+def _list_extra_states(pair: TensorPair, layers: int) -> Iterator[str]:
+    """Yield the names of the extra states of a weight's linear layer in one layer; each expert has one."""
+    module = _LINEAR_WEIGHT.fullmatch(pair.key)
+    if pair.layer is None or module is None:
+        return
+    if ".experts." not in pair.key:
+        yield f"{module[1]}._extra_state/shard_{pair.layer}_{layers}"
+        return
+    experts = pair.shape[0]
+    for expert in range(experts):
+        yield f"{module[1]}._extra_state/shard_{pair.layer}.{expert}_{layers}.{experts}"

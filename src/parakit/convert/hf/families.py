@@ -1,15 +1,17 @@
-"""List which tensors of Hugging Face make which tensor of Megatron, for GPT-2 and Llama.
+"""List which tensors of Hugging Face make which tensor of Megatron, per family of models.
 
-The table is `families.csv`, one line per tensor. Its keys are the names in Megatron's checkpoints: the
-layers of one kind are stacked in one tensor, and a norm has the name of the linear layer that follows
-it, with or without Transformer Engine. A `Reshaping` only moves elements and has an inverse, so it fits
+The table is `families.csv`, one line per tensor. A family has the lines of the family that it extends
+(`_BASES`) too. A line replaces the line of the same key there, and a line without names removes it. Keys are
+the names in Megatron's checkpoints: the layers of one kind are stacked in one tensor, and a norm has the name
+of the linear layer that follows it, with or without Transformer Engine. Where the name of a norm depends on
+Transformer Engine, a line has both keys. A `Reshaping` only moves elements and has an inverse, so it fits
 weights, gradients and optimizer states alike.
 """
 
 from __future__ import annotations
 
 import csv
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,8 +37,8 @@ class Reshaping:
 class TensorPair:
     """One tensor of Megatron in one layer, and the tensors of Hugging Face that it is made of."""
 
-    key: str
-    """Name in Megatron's checkpoints, without the number of the layer."""
+    keys: tuple[str, ...]
+    """Names in Megatron's checkpoints, without the number of the layer. The first is that of local layers."""
     layer: int | None
     """Number of the layer from 0; None outside of the layers."""
     shape: Shape
@@ -44,6 +46,15 @@ class TensorPair:
     names: tuple[str, ...]
     """Names in Hugging Face's files, with the prefix."""
     form: Reshaping
+    loaded_names: tuple[str, ...]
+    """Names of the parameters that `transformers` makes of these tensors when it loads them."""
+    loaded_form: Reshaping
+    """The reshaping of those parameters."""
+
+    @property
+    def key(self) -> str:
+        """Name in the checkpoints of Megatron's local layers, without the number of the layer."""
+        return self.keys[0]
 
     @property
     def parameter(self) -> str:
@@ -67,8 +78,13 @@ def detect_prefix(family: str, names: Collection[str]) -> str:
 
     The prefix is empty for files of a bare model, such as those of GPT-2 on the hub.
     """
-    first_row = next(row for row in _TABLE if row["family"] == family)
-    return "" if first_row["names"] in names else _PREFIXES[family]
+    first_row = _list_rows(family)[0]
+    return "" if first_row["names"] in names else _usual_prefix(family)
+
+
+def _usual_prefix(family: str) -> str:
+    """Return what the names of a family's tensors begin with in files of `save_pretrained`."""
+    return "transformer." if family == "gpt2" else "model."
 
 
 def list_tensor_pairs(
@@ -79,7 +95,7 @@ def list_tensor_pairs(
     A model with tied embeddings has no output tensor. Hugging Face's names begin with `prefix`; None is
     the family's usual prefix.
     """
-    prefix = _PREFIXES[family] if prefix is None else prefix
+    prefix = _usual_prefix(family) if prefix is None else prefix
     sizes = {
         "hidden": shape.hidden,
         "vocabulary": shape.vocabulary,
@@ -88,19 +104,33 @@ def list_tensor_pairs(
         "qkv": (shape.heads + 2 * shape.query_groups) * shape.head_width,
         "ffn": shape.ffn_hidden,
         "gated": 2 * shape.ffn_hidden,
+        "head": shape.head_width,
+        "experts": shape.experts,
+        "expert_ffn": shape.expert_ffn_hidden,
+        "gated_expert": 2 * shape.expert_ffn_hidden,
+        "shared_ffn": shape.shared_expert_ffn,
+        "gated_shared": 2 * shape.shared_expert_ffn,
+        "one": 1,
     }
 
     def make_pair(row: Mapping[str, str], layer: int | None = None) -> TensorPair:
-        prefixed_names = (name if name == HEAD else prefix + name for name in row["names"].split())
+        names = tuple(_list_names(row["names"], prefix, layer, shape.experts))
+        form = _make_reshaping(row["form"], shape)
+        loaded_names, loaded_form = names, form
+        if row["loaded_as"]:
+            loaded_names = tuple(_list_names(row["loaded_as"], prefix, layer, shape.experts))
+            loaded_form = _make_reshaping("same", shape)
         return TensorPair(
-            key=row["key"],
+            keys=tuple(row["key"].split()),
             layer=layer,
             shape=tuple(sizes[size] for size in row["sizes"].split()),
-            names=tuple(name.format(layer) for name in prefixed_names),
-            form=_make_reshaping(row["form"], shape),
+            names=names,
+            form=form,
+            loaded_names=loaded_names,
+            loaded_form=loaded_form,
         )
 
-    rows = [row for row in _TABLE if row["family"] == family]
+    rows = _list_rows(family)
     layer_rows = [row for row in rows if "{}" in row["names"]]
     first_rows = [row for row in rows if row["key"].startswith("embedding.")]
     last_rows = [row for row in rows if row not in (*layer_rows, *first_rows)]
@@ -113,6 +143,24 @@ def list_tensor_pairs(
     )
 
 
+def _list_rows(family: str) -> list[Mapping[str, str]]:
+    """Return the lines of the table for a family: those of the family that it extends, with its own changes."""
+    base = _BASES.get(family)
+    rows_by_key = {row["key"].split()[0]: row for row in _list_rows(base)} if base else {}
+    for row in _TABLE:
+        if row["family"] == family:
+            rows_by_key[row["key"].split()[0]] = row
+    return [row for row in rows_by_key.values() if row["names"]]
+
+
+def _list_names(templates: str, prefix: str, layer: int | None, experts: int) -> Iterator[str]:
+    """Yield the names of a line of the table: of one layer, and of each expert where `{e}` stands for one."""
+    for expert in range(experts if _EXPERT in templates else 1):
+        for template in templates.split():
+            name = template.replace("{}", str(layer)).replace(_EXPERT, str(expert))
+            yield name if name == HEAD else prefix + name
+
+
 def is_buffer(name: str) -> bool:
     """Return True for a buffer of older files that no model needs: masks and rotary frequencies."""
     return name.endswith((".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq"))
@@ -120,19 +168,24 @@ def is_buffer(name: str) -> bool:
 
 def _make_reshaping(form: str, shape: ModelShape) -> Reshaping:
     """Return the reshaping that `families.csv` names in its column `form`; `same` changes nothing."""
-    match form:
-        case "transposed":
-            # GPT-2's Conv1D holds [inputs, outputs], Megatron's linear layer [outputs, inputs].
-            return Reshaping(lambda parts: parts[0].t(), lambda tensor: (tensor.t(),))
-        case "halves":
-            # Gate and value of a gated MLP follow one another in Megatron's tensor.
-            return Reshaping(lambda parts: torch.cat(list(parts)), lambda tensor: tensor.chunk(2))
-        case "by_group":
-            return _reshape_separate_qkv(shape)
-        case "fused_by_group":
-            return _reshape_fused_qkv(shape)
-        case _:
-            return Reshaping(lambda parts: parts[0], lambda tensor: (tensor,))
+    if form == "by_group":
+        return _reshape_separate_qkv(shape)
+    if form == "rows_by_group":
+        return _reshape_fused_rows(shape)
+    if form == "fused_by_group":
+        return _reshape_fused_qkv(shape)
+    return _RESHAPINGS[form]
+
+
+def _join_gates_by_expert(parts: Sequence[Tensor]) -> Tensor:
+    """Return gate and value of each expert as one tensor, with the experts stacked."""
+    pairs = zip(parts[::2], parts[1::2], strict=True)
+    return torch.stack([torch.cat(pair) for pair in pairs])
+
+
+def _split_gates_by_expert(tensor: Tensor) -> Sequence[Tensor]:
+    """Return gate and value of the first expert, then those of the next ones."""
+    return [half for expert in tensor for half in expert.chunk(2)]
 
 
 def _reshape_separate_qkv(shape: ModelShape) -> Reshaping:
@@ -155,6 +208,20 @@ def _reshape_separate_qkv(shape: ModelShape) -> Reshaping:
     return Reshaping(join, split)
 
 
+def _reshape_fused_rows(shape: ModelShape) -> Reshaping:
+    """Return the reshaping between Phi-3's `qkv_proj` and Megatron's `linear_qkv`.
+
+    `qkv_proj` holds all queries, then all keys, then all values.
+    """
+    separate = _reshape_separate_qkv(shape)
+    key_rows = shape.query_groups * shape.head_width
+    rows = [shape.heads * shape.head_width, key_rows, key_rows]
+    return Reshaping(
+        lambda parts: separate.join(parts[0].split(rows)),
+        lambda tensor: (torch.cat(list(separate.split(tensor))),),
+    )
+
+
 def _reshape_fused_qkv(shape: ModelShape) -> Reshaping:
     """Return the reshaping between GPT-2's `c_attn` and Megatron's `linear_qkv`.
 
@@ -172,6 +239,29 @@ def _reshape_fused_qkv(shape: ModelShape) -> Reshaping:
     )
 
 
-_PREFIXES = {"gpt2": "transformer.", "llama": "model."}
+_RESHAPINGS = {
+    "same": Reshaping(lambda parts: parts[0], lambda tensor: (tensor,)),
+    # GPT-2's Conv1D holds [inputs, outputs], Megatron's linear layer [outputs, inputs].
+    "transposed": Reshaping(lambda parts: parts[0].t(), lambda tensor: (tensor.t(),)),
+    # Gate and value of a gated MLP follow one another in Megatron's tensor.
+    "halves": Reshaping(lambda parts: torch.cat(list(parts)), lambda tensor: tensor.chunk(2)),
+    "by_expert": Reshaping(lambda parts: torch.stack(list(parts)), lambda tensor: tensor.unbind()),
+    "halves_by_expert": Reshaping(_join_gates_by_expert, _split_gates_by_expert),
+}
+"""Reshapings that do not depend on the model's dimensions."""
+_EXPERT = "{e}"
+"""The number of an expert in a name."""
+_BASES = {
+    "mistral": "llama",
+    "smollm3": "llama",
+    "phi3": "llama",
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2",
+    "qwen3_moe": "qwen3",
+}
+"""The family whose lines of the table a family extends."""
 _TABLE = tuple(csv.DictReader(Path(__file__).with_name("families.csv").read_text().splitlines()))
-"""Rows of `families.csv`, one per tensor; `{}` in a name stands for the number of the layer."""
+"""Lines of `families.csv`, one per tensor; `{}` in a name stands for the number of the layer. The last column
+names the parameter that `transformers` loads the tensors as, where it joins those of all experts."""

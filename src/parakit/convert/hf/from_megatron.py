@@ -24,7 +24,7 @@ from parakit.artifacts.torch_dist import (
     read_tensor,
 )
 from parakit.config.flags import format_flags, merge_flags
-from parakit.config.huggingface import build_config, read_config
+from parakit.config.huggingface import build_config, flags_model_type, read_config
 from parakit.config.model import ModelShape
 from parakit.convert.hf.families import TensorPair, list_tensor_pairs
 from parakit.convert.hf.into_megatron import CONFIG_FILE, IMPORT_FILE, copy_companions, read_import
@@ -60,18 +60,19 @@ def export_model(
 
     Raises:
         ConversionError, ConfigError: The checkpoint is damaged or of another model, the family is
-            neither GPT-2 nor Llama, the target exists, or the disk has no space; nothing is written.
+            not converted, the target exists, or the disk has no space; nothing is written.
     """
     tensors = _read_tensors(checkpoint)
     source = imported if imported and (imported / IMPORT_FILE).is_file() else None
     config = _make_config(source, arguments, shape, tensors[EMBEDDING].dtype)
     prefix = read_import(source).prefix if source else None
-    pairs = list_tensor_pairs(str(config["model_type"]), shape, prefix)
-    _check_tensors(checkpoint, tensors, pairs, shape)
+    model_type = str(config["model_type"])
+    pairs = list_tensor_pairs(model_type, shape, prefix)
+    _check_tensors(checkpoint, tensors, pairs, shape, model_type)
     if target.exists():
         raise ConversionError(f"TO={target} exists already; remove it, or name another folder.")
     headers = [
-        TensorHeader(name, part_shape, getattr(torch, tensors[pair.key].dtype))
+        TensorHeader(name, part_shape, getattr(torch, tensors[_stored_key(pair, tensors)].dtype))
         for pair in pairs
         for name, part_shape in zip(pair.names, pair.shapes, strict=True)
     ]
@@ -82,7 +83,8 @@ def export_model(
         for pair in pairs:
             # Rows beyond the vocabulary are padding, which `transformers` has not.
             rows = pair.shape[0] if pair.key in VOCABULARY else None
-            values = read_tensor(checkpoint, tensors[pair.key], pair.layer, rows)
+            stored = tensors[_stored_key(pair, tensors)]
+            values = read_tensor(checkpoint, stored, pair.layer, rows)
             for part in pair.form.split(values):
                 progress.done(part.nbytes)
                 yield part
@@ -139,7 +141,7 @@ def _make_config(
     if imported is None:
         return config
     source_config = read_config(imported / CONFIG_FILE)
-    if source_config["model_type"] != config["model_type"]:
+    if flags_model_type(source_config["model_type"]) != config["model_type"]:
         raise ConversionError(
             f"The run was trained from {imported.name}, a model of the type "
             f"{source_config['model_type']}, with flags that make it another; leave those out of EXTRA=."
@@ -148,11 +150,17 @@ def _make_config(
     return {**source_config, **dict.fromkeys(dtype_fields or ["torch_dtype"], config["dtype"])}
 
 
+def _stored_key(pair: TensorPair, tensors: Mapping[str, StoredTensor]) -> str:
+    """Return the key under which a checkpoint stores a tensor; the first one if it stores none."""
+    return next((key for key in pair.keys if key in tensors), pair.key)
+
+
 def _check_tensors(
     folder: Path,
     tensors: Mapping[str, StoredTensor],
     pairs: Sequence[TensorPair],
     shape: ModelShape,
+    model_type: str,
 ) -> None:
     """Raise an error if the checkpoint's tensors are not those of the model.
 
@@ -160,9 +168,10 @@ def _check_tensors(
         ConversionError: A tensor is missing, has another shape, or belongs to no tensor of Hugging Face.
     """
     for pair in pairs:
-        if pair.key not in tensors:
-            raise ConversionError(f"{folder} lacks {pair.key}, which the model has.")
-        stored_shape = tensors[pair.key].shape
+        key = _stored_key(pair, tensors)
+        if key not in tensors:
+            raise ConversionError(f"{folder} lacks {key}, which the model has.")
+        stored_shape = tensors[key].shape
         model_shape = pair.shape if pair.layer is None else (shape.layers, *pair.shape)
         fits = stored_shape == model_shape
         if pair.key in VOCABULARY:
@@ -171,12 +180,12 @@ def _check_tensors(
             fits = has_rows and stored_shape[1:] == model_shape[1:]
         if not fits:
             raise ConversionError(
-                f"{folder} holds {pair.key} with the shape {list(stored_shape)}, and the run's "
+                f"{folder} holds {key} with the shape {list(stored_shape)}, and the run's "
                 f"model has {list(model_shape)}; it is another model's checkpoint."
             )
     weights = {key for key in tensors if key.startswith(_WEIGHT_PREFIXES)}
-    unknown_keys = sorted(weights - {pair.key for pair in pairs})
+    unknown_keys = sorted(weights - {key for pair in pairs for key in pair.keys})
     if unknown_keys:
         raise ConversionError(
-            f"{folder} holds {unknown_keys[0]}, which neither GPT-2 nor Llama has."
+            f"{folder} holds {unknown_keys[0]}, which a model of the type {model_type} does not have."
         )

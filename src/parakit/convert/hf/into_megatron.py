@@ -28,7 +28,7 @@ from parakit.config.files import (
     relative_to_root,
 )
 from parakit.config.flags import merge_flags
-from parakit.config.huggingface import read_config, read_exact_config_flags
+from parakit.config.huggingface import read_config, read_source_config
 from parakit.config.model import (
     HUB,
     IMPORTED_WEIGHTS,
@@ -106,9 +106,7 @@ def read_source(folder: Path) -> ImportSource:
     Raises:
         ConversionError, ConfigError: The folder cannot be converted; one sentence that says why.
     """
-    if not folder.is_dir():
-        raise ConversionError(f"There is no folder {folder}; name one that holds a {CONFIG_FILE}.")
-    flags = read_exact_config_flags(folder / CONFIG_FILE)
+    flags = read_source_config(folder)
     model_type = read_config(folder / CONFIG_FILE)["model_type"]
     shape = model_from_flags(folder.name, "gpt3", flags).shape
     tensors = TensorFolder(folder)

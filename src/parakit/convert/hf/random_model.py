@@ -21,7 +21,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = json.loads(
 """The content of `config.json` of one small model per family, by the family's name.
 
 The size of GPT-2's vocabulary is odd, so that TP 2 has to pad it. Llama has the number of positions that
-its rotary scaling is made for.
+its rotary scaling is made for. Mistral has a linear scaling, and Qwen2 a scaling by YaRN.
 """
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,6 +64,8 @@ _SUFFIXES_IN_LAYER = {
     "post_attention_layernorm": ".pre_mlp_layernorm",
 }
 """Megatron's names of the modules in a layer, by the names in `transformers`; empty is the layer."""
+_EXPERTS = ".experts.experts."
+"""Part of the names of experts in Megatron's checkpoints."""
 _LAYER_NAME = re.compile(r"(?:.+\.)?(?:h|layers)\.(\d+)(?:\.(.+))?")
 """Pattern of module names in a layer: `transformer.h.0` (GPT-2), `model.layers.0.mlp` (Llama)."""
 
@@ -116,18 +118,51 @@ def build_counterpart(model: CausalModel, pairs: Sequence[TensorPair], layers: i
     """
     parameters_by_name = dict(model.model.named_parameters())
 
-    def make_parameter(pair: TensorPair) -> MegatronParameter:
-        shape, offset = pair.shape, tuple(0 for _ in pair.shape)
-        if pair.layer is not None:
-            shape, offset = (layers, *shape), (pair.layer, *offset)
-        parameters = tuple(parameters_by_name[name] for name in pair.names)
-        placement = Placement(pair.key, shape, offset)
-        return MegatronParameter(pair.parameter, placement, parameters, pair.form.join)
-
     def make_taps(sink: Sink, batches: Sequence[MicroBatch]) -> ReferenceTaps:
         return ReferenceTaps(model, sink, batches)
 
-    return Counterpart(model, tuple(map(make_parameter, pairs)), make_taps)
+    parameters = [
+        parameter
+        for pair in pairs
+        for parameter in _list_megatron_parameters(pair, layers, parameters_by_name)
+    ]
+    return Counterpart(model, tuple(parameters), make_taps)
+
+
+def _list_megatron_parameters(
+    pair: TensorPair, layers: int, parameters_by_name: Mapping[str, nn.Parameter]
+) -> Iterator[MegatronParameter]:
+    """Yield Megatron's parameters that one tensor of its checkpoints consists of: one, or one per expert.
+
+    Args:
+        pair: The tensor of one layer.
+        layers: Number of layers, which Megatron's checkpoints stack in the first dimension.
+        parameters_by_name: Parameters of the model of `transformers`, which holds all experts in one tensor.
+    """
+    parameters = tuple(parameters_by_name[name] for name in pair.loaded_names)
+    join = pair.loaded_form.join
+    if _EXPERTS not in pair.parameter:
+        shape, offset = pair.shape, tuple(0 for _ in pair.shape)
+        if pair.layer is not None:
+            shape, offset = (layers, *shape), (pair.layer, *offset)
+        yield MegatronParameter(
+            pair.parameter, Placement(pair.key, shape, offset), parameters, join
+        )
+        return
+    num_experts, *shape_of_expert = pair.shape
+    for expert in range(num_experts):
+        offset = (pair.layer or 0, expert, *(0 for _ in shape_of_expert))
+        placement = Placement(pair.key, (layers, *pair.shape), offset)
+        name = pair.parameter.replace(_EXPERTS, f".experts.local_experts.{expert}.")
+        select_expert = partial(_select_expert, join, expert)
+        yield MegatronParameter(name, placement, parameters, select_expert)
+
+
+def _select_expert(
+    join: Callable[[Sequence[Tensor]], Tensor], expert: int, parts: Sequence[Tensor]
+) -> Tensor:
+    """Return the tensor of one expert from the tensors that `join` makes one tensor of all experts of."""
+    return join(parts)[expert]
 
 
 def load_reference(source: ImportSource, settings: Settings, rows: int) -> CausalModel:

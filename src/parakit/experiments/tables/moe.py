@@ -19,7 +19,6 @@ from numpy.typing import NDArray
 
 from parakit.artifacts.measurements import find_routing_divergence
 from parakit.artifacts.run import Status
-from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.published import Correction, Figure, load_published
 from parakit.data import Split, open_dataset, split_bounds
@@ -391,7 +390,9 @@ def _render_study(study: Study) -> str:
     if not study.rows:
         return ""
     launch = study.results[0].launch
-    prefix, split = ROOT / launch.data, Flags(launch.flags).text("--split")
+    if len(launch.data_paths) > 1:  # Each data set of a blend would have numbers of its own.
+        return render(study.model, study.rows, study.experiment.left_out)
+    prefix, split = launch.data_paths[0], Flags(launch.flags).text("--split")
     windows = count_shared_windows(prefix, split, launch.model.shape.seq_length)
     fraction = most_common_token_fraction(prefix, split)
     notes = (

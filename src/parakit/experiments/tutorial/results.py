@@ -36,7 +36,7 @@ def render_results(title: str, results: Sequence[CellResult], study: Study) -> s
     names = {find_row(result.cell.label).chapter for result in results}
     for chapter in read_chapters():
         if chapter.name in names:
-            parts += [f"CPU ranks show: {chapter.cpu_shows}", f"They cannot: {chapter.cpu_cannot}"]
+            parts += [f"CPU ranks show {chapter.cpu_shows}", f"They cannot {chapter.cpu_cannot}"]
     return "\n\n".join(parts)
 
 

@@ -40,6 +40,8 @@ from parakit.launch import (
 )
 
 STRATEGIES = "baseline tp2 sp2 pp2 cp2 tp2pp2 tp2dp2"
+EXPERT_STRATEGIES = "baseline sp2 pp2 ep2"
+"""Strategies of models without experts, and of models with experts, which need SP under TP."""
 STEPS, LOSS_TOLERANCE = 20, 1e-5
 """Training steps of Megatron and transformers, and the largest absolute difference of their losses."""
 LEARNING_RATE_FLAGS = (
@@ -76,7 +78,7 @@ def verify_hf(
 
     Args:
         hf: HF=, a folder or the name of a model of Hugging Face; None makes a random model per family.
-        strategies: STRATEGIES=, separated by spaces; None is `STRATEGIES`.
+        strategies: STRATEGIES=, separated by spaces; None is `STRATEGIES`, or `EXPERT_STRATEGIES` with experts.
         extra_b: EXTRA_B=, Megatron's flags for the strategies alone.
         options: Make variables.
         console: Shows progress and the table.
@@ -84,7 +86,7 @@ def verify_hf(
     Raises:
         ValueError: The proof cannot run here, or the model cannot be converted.
     """
-    layouts = _parse_strategies(strategies or STRATEGIES)
+    layouts = _parse_strategies(strategies or "")
     if importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
     folder = options.runs / f"{utc_stamp()}-verify-hf"
@@ -141,7 +143,7 @@ class _Prover:
 
     folder: Path
     strategies: Sequence[tuple[str, int]]
-    """Strategies, each with its number of devices."""
+    """Strategies, each with its number of devices; empty chooses them by the model."""
     extra_b: tuple[str, ...]
     options: Options
     console: Console
@@ -171,7 +173,8 @@ class _Prover:
             model=str(models / name / f"{name}.args"),
         )
         job = parse_target(f"train-baseline-{name}-1cpu", options)
-        for strategy, devices in self.strategies:
+        default_strategies = EXPERT_STRATEGIES if model.shape.experts else STRATEGIES
+        for strategy, devices in self.strategies or _parse_strategies(default_strategies):
             yield self._prove_strategy(job.with_strategy(strategy, devices))
         yield self._prove_training(job)
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 
 from parakit.logs.dialects import (
+    NUMBER,
     Dialect,
     EventReader,
     LineField,
@@ -19,7 +20,6 @@ from parakit.logs.dialects import (
 )
 from parakit.logs.iterations import EXTRA_METRIC_PREFIX
 from parakit.logs.scraped import Fact, Generation, StepAhead
-from parakit.logs.step_lines import NUMBER
 
 _METRIC = re.compile(rf"'([\w./() -]{{1,80}})': '?{NUMBER}'?(?=[,}}])")
 _BAR = re.compile(r"\d{1,3}%\|[^|]{0,200}\| {0,4}(\d{1,9})/(\d{1,9}) \[")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from parakit.logs.dialects import Dialect
+from parakit.logs.dialects import Dialect, StepLine, StepNumber
 from parakit.logs.iterations import EXTRA_METRIC_PREFIX, PRINTED_TOKENS_PER_SECOND
-from parakit.logs.step_lines import StepLine, StepNumber
 
 
 class _Step(StepLine):

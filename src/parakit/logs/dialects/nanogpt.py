@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from parakit.logs.dialects import Dialect, EventReader, read_first_match
+from parakit.logs.dialects import Dialect, EventReader, StepLine, StepNumber, read_first_match
 from parakit.logs.iterations import EXTRA_METRIC_PREFIX
 from parakit.logs.scraped import Validation
-from parakit.logs.step_lines import StepLine, StepNumber
 
 _EVALUATION = r"step (\d{1,9}): train loss \d{1,9}\.\d{4}, val loss (\d{1,9}\.\d{4})(?![\d…])"
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from parakit.logs.dialects import Dialect
-from parakit.logs.step_lines import StepLine, StepNumber
+from parakit.logs.dialects import Dialect, StepLine, StepNumber
 
 
 class _Bar(StepLine):

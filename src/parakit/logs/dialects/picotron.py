@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 
-from parakit.logs.dialects import Dialect
+from parakit.logs.dialects import SHORT_NUMBER, Dialect, StepLine, StepNumber
 from parakit.logs.iterations import (
     EXTRA_METRIC_PREFIX,
     PRINTED_TOKENS_PER_DEVICE,
     PRINTED_TOKENS_PER_SECOND,
 )
-from parakit.logs.step_lines import SHORT_NUMBER, StepLine, StepNumber
 
 
 class _Step(StepLine):

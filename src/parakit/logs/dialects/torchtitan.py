@@ -5,10 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from parakit.logs.dialects import Dialect, EventReader, read_first_match
+from parakit.logs.dialects import Dialect, EventReader, StepLine, StepNumber, read_first_match
 from parakit.logs.iterations import EXTRA_METRIC_PREFIX, PRINTED_TOKENS_PER_DEVICE
 from parakit.logs.scraped import CheckpointEvent, Ending, Fact, PrintedArgument
-from parakit.logs.step_lines import StepLine, StepNumber
 
 _BATCH = re.compile(
     r"local batch size (?P<micro_batch_size>\d{1,9}), "

@@ -376,6 +376,8 @@ class LossDifference:
     iterations: list[int]
     units: list[float]
     """Difference per iteration, in units of the last printed digit."""
+    losses: list[float]
+    """Difference per iteration as it is."""
 
 
 def loss_differences(entries: Sequence[Entry]) -> list[LossDifference]:
@@ -394,7 +396,8 @@ def loss_differences(entries: Sequence[Entry]) -> list[LossDifference]:
             / last_digit_unit(reference_losses[iteration])
             for iteration in iterations
         ]
-        differences.append(LossDifference(index, run, iterations, units))
+        raw = [losses[iteration] - reference_losses[iteration] for iteration in iterations]
+        differences.append(LossDifference(index, run, iterations, units=units, losses=raw))
     return differences if any(any(difference.units) for difference in differences) else []
 
 

@@ -182,6 +182,11 @@ def describe_ratio(ratio: float) -> str:
     return f"{_percentage(abs(ratio - 1))} {'less' if ratio < 1 else 'more'}"
 
 
+def describe_speed(ratio: float) -> str:
+    """Return a ratio of times below 1 as `1.56 times as fast`; empty for a ratio of 1 or more."""
+    return f"{1 / ratio:.3g} times as fast" if 0 < ratio < 1 else ""
+
+
 def describe_ratio_interval(low: float, high: float) -> str:
     """Return the ends of a ratio's interval: `23% to 45% less`, `1.9% less to 33% more`."""
     if high < 1:

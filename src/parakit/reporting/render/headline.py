@@ -14,7 +14,12 @@ from parakit.reporting.analyse.comparability import compare_speed
 from parakit.reporting.analyse.earlier import UNDECIDED
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import Report
-from parakit.reporting.analyse.statistics import TimeVerdict, adjust_verdicts, describe_ratio
+from parakit.reporting.analyse.statistics import (
+    TimeVerdict,
+    adjust_verdicts,
+    describe_ratio,
+    describe_speed,
+)
 from parakit.reporting.render.sentences import (
     MAX_NAMED,
     group_compared_rows,
@@ -42,7 +47,7 @@ def write_headline(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> 
         return _describe_changes(report)
     timed = [entry for entry in report.entries if entry.estimate]
     if not timed:
-        return write_sentences(report)[0]
+        return _describe_losses(report) or write_sentences(report)[0]
     groups = [members for members in group_compared_rows(report) if len(members) > 1]
     if not groups:
         return _describe_uncompared(report, timed)
@@ -50,6 +55,19 @@ def write_headline(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> 
     if len(groups) > _MAX_GROUPS:
         texts.append(f"{len(groups) - _MAX_GROUPS} more groups are under 'Compared in speed'.")
     return " ".join(texts)
+
+
+def _describe_losses(report: Report) -> str:
+    """Return the last losses of logs that print no times; empty if no log prints a loss without a time."""
+    losses = []
+    for entry in report.entries:
+        lines = entry.run.log.iterations
+        has_times = lines.known("elapsed_ms").any()
+        if entry.run.is_foreign and entry.final_loss is not None and not has_times:
+            losses.append(
+                f"{entry.label} ends with a loss of {entry.final_loss:.4g} in iteration {lines[-1].iteration}"
+            )
+    return f"{'; '.join(losses)}. No time of an iteration is printed." if losses else ""
 
 
 def _describe_uncompared(report: Report, timed: Sequence[Entry]) -> str:
@@ -167,7 +185,9 @@ def _compare_with_reference(entry: Entry, reference: Entry) -> str:
     time_ratio = describe_ratio(token_ratio(entry))
     speed = entry.speed
     if speed is None or speed.per_device_token is None:
-        return f"{time_ratio} time per token than {reference.label}"
+        speed_text = describe_speed(token_ratio(entry))
+        text = f"{time_ratio} time per token than {reference.label}"
+        return f"{text} ({speed_text})" if speed_text else text
     device_ratio = describe_ratio(speed.per_device_token.ratio)
     return f"{device_ratio} device time per token than {reference.label} ({time_ratio} time)"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
@@ -43,6 +43,8 @@ class Series:
     y: list[float]
     log_lines: list[int | None]
     """Line of the run's log per point; None or empty if the point is in no log line (TensorBoard, a parent's log)."""
+    means: list[float] = field(default_factory=list)
+    """Mean of the values around each point, which is drawn bold over faint values; empty if values are drawn alone."""
 
 
 @dataclass(frozen=True)
@@ -171,9 +173,12 @@ def _build_plot(
     for index in drawn:
         more = num_coinciding[index]
         suffix = f" ({more} other{'s coincide' if more > 1 else ' coincides'})" if more else ""
-        series.append(
-            _build_series(labels[index] + suffix, index, entries[index].run, *curves[index])
+        drawn_series = _build_series(
+            labels[index] + suffix, index, entries[index].run, *curves[index]
         )
+        if name == "losses":
+            drawn_series = _add_means(drawn_series, *curves[index])
+        series.append(drawn_series)
     rows = [(entries[index].label, entries[index]) for index in drawn]
     marks: list[Mark] = []
     if name == "times":
@@ -243,6 +248,32 @@ def _build_series(
     return Series(label, index, iterations.tolist(), values, log_lines)
 
 
+_MIN_SMOOTHED = 60
+"""Points from which on a loss curve has a mean."""
+_PARTS_OF_CURVE = 25
+"""Number of windows of the mean in a curve."""
+
+
+def _add_means(series: Series, x: NDArray[np.int64], y: NDArray[np.float64]) -> Series:
+    """Return a curve with the mean of the values around each of its points; a short curve stays as it is.
+
+    Args:
+        series: The curve as it is drawn.
+        x: All iterations of the curve, of which `series` has some.
+        y: Values of all iterations.
+    """
+    if len(y) < _MIN_SMOOTHED:
+        return series
+    half = max(2, len(y) // _PARTS_OF_CURVE // 2)
+    sums = np.concatenate([[0.0], np.cumsum(y)])
+    centres = np.arange(len(y))
+    # At the ends the window gets narrower on both sides, so that it stays symmetric.
+    reach = np.minimum(half, np.minimum(centres, len(y) - 1 - centres))
+    means = (sums[centres + reach + 1] - sums[centres - reach]) / (2 * reach + 1)
+    shown = means[np.searchsorted(x, series.x)]
+    return replace(series, means=[float(f"{mean:.7g}") for mean in shown.tolist()])
+
+
 def _column_reader(name: str) -> Callable[[Run], Curve]:
     """Return a function that reads a column of a run's iteration lines."""
 
@@ -257,20 +288,27 @@ def _column_reader(name: str) -> Callable[[Run], Curve]:
 def _build_difference_plot(entries: Sequence[Entry]) -> Plot | None:
     """Return the picture of loss differences from the references; None if all losses are equal."""
     labels = entry_names(entries)
+    # Of losses that agree, the last digit counts; of others, the loss.
+    is_broken = any(entry.parity.is_broken for entry in entries)
     series = tuple(
         _build_series(
             labels[difference.index],
             difference.index,
             difference.run,
             np.array(difference.iterations),
-            np.array(difference.units),
+            np.array(difference.losses if is_broken else difference.units),
         )
         for difference in loss_differences(entries)
     )
     if not series:
         return None
     text = "Loss minus the reference's loss, in units of the last digit that Megatron prints."
+    if is_broken:
+        text = "Loss minus the reference's loss."
     if len(series) > MAX_SERIES:
         text += f" The first {MAX_SERIES} of {len(series)} rows."
-    title, unit = "Loss against the reference", "units of the last digit"
+    title, unit = (
+        "Loss against the reference",
+        "lm loss" if is_broken else "units of the last digit",
+    )
     return Plot("differences", title, text, unit, series[:MAX_SERIES], dots=True)

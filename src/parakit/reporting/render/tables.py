@@ -17,7 +17,12 @@ from parakit.formatting.units import DASH, bracketed, count, interval, loss, num
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.report import ArgumentDifference, Report
 from parakit.reporting.analyse.results import describe_other_attempts, write_row_notes
-from parakit.reporting.analyse.statistics import Estimate, TimeComparison, describe_ratio
+from parakit.reporting.analyse.statistics import (
+    Estimate,
+    TimeComparison,
+    describe_ratio,
+    describe_speed,
+)
 
 _MAX_VALUES = 12
 """Largest number of rows whose arguments get a column each; in larger reports values are counted."""
@@ -27,10 +32,10 @@ _STYLES = {"ok": "green", "held": "green", "reference": "cyan", "": "dim", "runn
 
 
 def format_ratio(comparison: TimeComparison) -> str:
-    """Return a comparison for a table, such as `24% more` or `within noise (1.2% less)`."""
+    """Return a comparison for a table, such as `24% more`, `within noise (1.2% less)` or `1.56 times as fast`."""
     ratio = describe_ratio(comparison.ratio)
     if comparison.verdict.is_clear:
-        return ratio
+        return describe_speed(comparison.ratio) or ratio
     return f"{comparison.outcome} ({ratio})"
 
 
@@ -173,10 +178,21 @@ _PUBLISHED = Column[Entry](
 _NOTES = Column[Entry]("Notes", write_row_notes, right=False)
 _PARITY_OR_BLANK = replace(_PARITY, value=lambda e: e.parity.verdict)
 
+
+def _count_devices(entry: Entry) -> int | None:
+    """Return the number of devices or CPU ranks of a row; None if it is unknown."""
+    return entry.spec.parallelism.world_size if entry.spec else entry.run.num_devices
+
+
 _PAGE_COLUMNS = (
     _LABEL,
     _MODEL,
     _DEVICE,
+    Column[Entry]("Devices", _count_devices, count, why="the log does not state it"),
+    Column[Entry](
+        "Batch", lambda e: e.run.global_batch_size, count, why="the log does not state it"
+    ),
+    Column[Entry]("Sequence", lambda e: e.run.seq_length, count, why="the log does not state it"),
     _STATUS,
     _TIME,
     _INTERVAL,

@@ -213,14 +213,19 @@
         points.push([this.at(series.x[k]) + aside, this.high(series.y[k]), series.y[k]]);
       if (!this.plot.dots) {
         const path = points.map(([x, y]) => `${x.toFixed(1)},${y.toFixed(1)}`).join("L");
-        add(parent, "path", { class: `line ${kind}`, d: `M${path}`, ...this.stroke(series, place) });
+        const faint = series.means.length ? " faint" : "";
+        add(parent, "path", { class: `line ${kind}${faint}`, d: `M${path}`, ...this.stroke(series, place) });
+        if (faint) {
+          const mean = points.map(([x], k) => `${x.toFixed(1)},${this.high(series.means[from + k]).toFixed(1)}`).join("L");
+          add(parent, "path", { class: `mean ${kind}`, d: `M${mean}`, ...this.stroke(series, place) });
+        }
       }
       const top = this.levels[1];
       for (const [x, y, value] of points) {
         if (value > top) {
           const tip = `M${x - 5},${PAD.top + 6}L${x},${PAD.top - 2}L${x + 5},${PAD.top + 6}Z`;
           add(parent, "path", { class: `dot beyond ${kind}`, d: tip });
-        } else if (count <= DOTS || this.plot.dots) {
+        } else if ((count <= DOTS && !series.means.length) || this.plot.dots) {
           add(parent, "circle", { class: `dot ${kind}`, cx: x.toFixed(1), cy: y.toFixed(1), r: 2.6 });
         }
       }

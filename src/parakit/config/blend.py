@@ -1,0 +1,91 @@
+"""Data sets of a run: one, or several that Megatron blends, as `DATA="0.3 a 0.7 b"` and `--data-path` name them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from parakit.config.files import ROOT
+
+
+@dataclass(frozen=True)
+class BlendPart:
+    """A data set of a blend, or a run's only data set."""
+
+    prefix: str
+    """Path without suffix, absolute or seen from the repository root."""
+    weight: str | None = None
+    """Weight of the data set as the user wrote it; None if no data set of the run has one."""
+
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """The data set as values of Megatron's `--data-path`."""
+        return (self.prefix,) if self.weight is None else (self.weight, self.prefix)
+
+
+def parse_blend(text: str) -> tuple[BlendPart, ...]:
+    """Return the data sets that a text names, at least one.
+
+    A text with blanks is the path of one data set, unless one of its words is a weight, or every word is an existing
+    data set. Raises as `pair_weights`.
+    """
+    arguments = split_arguments(text)
+    if len(arguments) < 2 or _exists(text):
+        return (BlendPart(text),)
+    is_blend = any(map(is_weight, arguments)) or all(map(_exists, arguments))
+    return pair_weights(arguments) if is_blend else (BlendPart(text),)
+
+
+def split_arguments(text: str) -> list[str]:
+    """Return the arguments in a text as a shell splits it; the text itself if its quotes do not end."""
+    try:
+        return shlex.split(text)
+    except ValueError:
+        return [text]
+
+
+def pair_weights(arguments: Sequence[str]) -> tuple[BlendPart, ...]:
+    """Return the data sets of a list as Megatron reads it: prefixes alone, or a weight before each prefix.
+
+    Raises:
+        ValueError: Some prefixes have a weight and others have none, or a weight is not above 0.
+    """
+    if len(arguments) == 1:
+        return (BlendPart(arguments[0]),)
+    weights, prefixes = arguments[::2], arguments[1::2]
+    is_weighted = [is_weight(weight) for weight in weights]
+    if len(arguments) % 2 or not any(is_weighted):
+        if any(map(is_weight, arguments)):
+            raise ValueError(f"{shlex.join(arguments)} has a weight without a data set.")
+        return tuple(map(BlendPart, arguments))
+    if not all(is_weighted) or any(map(is_weight, prefixes)):
+        raise ValueError(f"{shlex.join(arguments)} has no weight before each data set.")
+    if any(float(weight) <= 0 for weight in weights):
+        raise ValueError(f"{shlex.join(arguments)} has a weight that is not above 0.")
+    return tuple(
+        BlendPart(prefix, weight) for weight, prefix in zip(weights, prefixes, strict=True)
+    )
+
+
+def format_blend(parts: Iterable[BlendPart]) -> str:
+    """Return the text of data sets, which `parse_blend` reads. A single data set is its prefix, without quotes."""
+    parts = tuple(parts)
+    if len(parts) == 1:
+        return parts[0].prefix
+    return shlex.join(argument for part in parts for argument in part.arguments)
+
+
+def _exists(prefix: str) -> bool:
+    """Return True if a data set has this path."""
+    return Path(f"{ROOT / prefix}.idx").is_file()
+
+
+def is_weight(text: str) -> bool:
+    """Return True if Megatron reads the text as a weight."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
