@@ -87,7 +87,7 @@ def test_six_runs_are_trained_in_turn_and_then_reported(machine: Machine, option
     (command,) = machine.reported
     assert command[1:4] == ["-m", "parakit", "report"]
     assert len([word for word in command if word.startswith(str(options.runs))]) == 6
-    assert "All six runs ended well." in text
+    assert "All 6 runs ended well." in text
 
 
 def test_iterations_disk_space_and_minutes_are_printed_first(

@@ -1,5 +1,7 @@
 """`DRY_RUN=1`: the command, and every reason why the run itself would be refused."""
 
+import io
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -50,17 +52,28 @@ def test_a_dry_run_shows_the_command_and_refuses_what_the_run_would(
     changes: dict[str, object],
     sentence: str,
 ) -> None:
-    with pytest.raises(LaunchError, match=sentence):
-        dry_run(target, **changes)
-    assert "-m megatron_patches" in capsys.readouterr().out
+    assert dry_run(target, **changes) == 2
+    printed = capsys.readouterr()
+    assert re.search(sentence, printed.err)
+    assert "-m megatron_patches" in printed.out
     assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_prints_the_refusal_before_the_command(
+    dry_run: DryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr("sys.stdout", screen)
+    monkeypatch.setattr("sys.stderr", screen)
+    assert dry_run("train-dp64-gpt2-tiny-64gpu") == 2
+    assert screen.getvalue().startswith("Needs 64 GPUs, found")
+    assert "-m megatron_patches" in screen.getvalue()
 
 
 def test_a_dry_run_says_that_the_data_make_another_model(
     dry_run: DryRun, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with pytest.raises(LaunchError):
-        dry_run("train-dp2-llama3-8b-2gpu", data=None)
+    assert dry_run("train-dp2-llama3-8b-2gpu", data=None) == 2
     sentences = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
     assert ": 7,391," in sentences[0]
 
@@ -106,25 +119,29 @@ def test_a_schedule_that_never_leaves_its_warm_up_is_said_with_what_fits_it_to_t
     ]
 
 
-def test_a_flag_that_no_megatron_has_is_refused_with_the_near_one(dry_run: DryRun) -> None:
+def test_a_flag_that_no_megatron_has_is_refused_with_the_near_one(
+    dry_run: DryRun, capsys: pytest.CaptureFixture[str]
+) -> None:
     target, mine = "train-dp2-gpt2-tiny-2cpu", ("--swigluu", "--my-own-flag", "2")
-    with pytest.raises(LaunchError) as refused:
-        dry_run(target, extra=mine)
-    assert str(refused.value).splitlines() == [
+    assert dry_run(target, extra=mine) == 2
+    assert capsys.readouterr().err.splitlines() == [
         "Megatron (0.14 to 0.20) has no flag --swigluu; did you mean --swiglu?",
         "Megatron (0.14 to 0.20) has no flag --my-own-flag; leave it out.",
     ]
 
 
-def test_a_checkout_may_have_flags_of_its_own(dry_run: DryRun, tmp_path: Path) -> None:
+def test_a_checkout_may_have_flags_of_its_own(
+    dry_run: DryRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     checkout = tmp_path / "fork"
     package = checkout / "megatron" / "core" / "package_info.py"
     package.parent.mkdir(parents=True)
     package.write_text("MAJOR = 0\nMINOR = 19\nPATCH = 0\nPRE_RELEASE = ''\nmy_own_flag: int = 1\n")
     (checkout / "pretrain_gpt.py").write_text("pretrain()")
     target, mine = "train-dp2-gpt2-tiny-2cpu", ("--swigluu", "--my-own-flag", "2")
-    with pytest.raises(LaunchError, match=r"^Megatron [^\n]* has no flag --swigluu[^\n]*$"):
-        dry_run(target, extra=mine, megatron_lm=checkout)
+    assert dry_run(target, extra=mine, megatron_lm=checkout) == 2
+    refusal = capsys.readouterr().err.strip()
+    assert re.search(r"^Megatron [^\n]* has no flag --swigluu[^\n]*$", refusal)
 
 
 def test_interleaved_stages_run_at_the_models_own_batch(dry_run: DryRun) -> None:

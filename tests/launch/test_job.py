@@ -53,7 +53,7 @@ def test_the_label_of_the_write_up_means_the_model_of_its_true_size(strategy: st
     ("name", "message"),
     [
         ("train-tp2-gpt2-larg-2gpu", "no model 'gpt2-larg'; did you mean gpt2-large"),
-        ("train-tpp2-gpt2-tiny-2cpu", "Unknown strategy 'tpp2'.*Did you mean .*tp2"),
+        ("train-tpp2-gpt2-tiny-2cpu", "Unknown strategy 'tpp2'; did you mean .*tp2"),
         ("train-tp2-gpt2-tiny", "the nearest are train-tp2-gpt2-tiny-2"),
         ("trian-dp2-gpt2-tiny-2cpu", "the nearest are train-dp2-gpt2-tiny-2cpu"),
         ("demoo", "is not train-<strategy>-<model>-<N>gpu"),

@@ -79,3 +79,17 @@ def test_gpus_take_what_their_number_and_memory_allow(monkeypatch: pytest.Monkey
     print_list(console)
     assert isinstance(console.file, io.StringIO)
     assert "GPUs here" in console.file.getvalue()
+
+
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_a_gpu_target_is_an_example_only_on_a_machine_with_its_gpus(
+    num_gpus: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpus = [Gpu(number, f"GPU-{number}", "NVIDIA H200", 141 * GIB) for number in range(num_gpus)]
+    monkeypatch.setattr(listing, "visible_gpus", lambda: gpus)
+    console = Console(file=io.StringIO(), width=160)
+    print_list(console)
+    assert isinstance(console.file, io.StringIO)
+    screen = console.file.getvalue()
+    assert ("  make train-tp2-gpt2-large-2gpu\n" in screen) == (num_gpus == 2)
+    assert ("On a machine with 2 GPUs also make train-" in screen) == (num_gpus == 0)

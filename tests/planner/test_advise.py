@@ -1,10 +1,13 @@
 """The answers of `make plan`: each follows from the planner's figures for the devices in question."""
 
 import json
+import re
+from dataclasses import replace
 
 import pytest
 
-from parakit.planner.advise import answer_questions
+from parakit.planner.advice import StrategyFamily, find_best_of_each_family
+from parakit.planner.advise import _answer_megatron, answer_questions
 from parakit.planner.request import build_request
 from parakit.planner.search import search_configurations
 from tests.given import asked_of_plan
@@ -65,3 +68,44 @@ def test_impossible_request_gives_a_single_sentence(capsys: pytest.CaptureFixtur
     assert "There is no GPU 'h1000'" in capsys.readouterr().err
     assert main(["--model", "gpt3-1t", "--gpus", "2"]) == 1
     assert "does not fit on 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("ratio", "verdict"), [(1.05, "Hardly: "), (1.2, "Yes: ")])
+def test_a_gain_within_the_errors_of_predictions_is_hardly_worth_megatron(
+    ratio: float, verdict: str
+) -> None:
+    plan = search_configurations(
+        build_request(asked_of_plan(("--model", "gpt2-large", "--gpus", "2")))
+    )
+    best = find_best_of_each_family(plan.request)
+    winner, other = best[StrategyFamily.TENSOR], best[StrategyFamily.SHARDED_DATA]
+    matmul = ratio * winner.seconds.total - other.seconds.total + other.seconds.matmul
+    slow = replace(other, seconds=replace(other.seconds, matmul=matmul))
+    answer = _answer_megatron(winner, {StrategyFamily.SHARDED_DATA: slow}, plan)
+    assert answer.startswith(verdict)
+    assert f"takes {ratio:.2f} times as long" in answer
+
+
+def test_a_pipeline_with_fewer_micro_batches_than_stages_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(("--model", "gpt2-large", "--gpus", "2")) == 0
+    screen = " ".join(capsys.readouterr().out.split())
+    assert "pp2 (1 micro batch) has fewer micro batches than stages, so stages idle." in screen
+    assert "Alone, at its best micro batch and schedule, " in screen
+
+
+@pytest.mark.parametrize("arguments", [(), ("--global-batch", "128")])
+def test_an_assumed_global_batch_is_named(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(("--model", "gpt2-large", "--gpus", "2", *arguments)) == 0
+    screen = " ".join(capsys.readouterr().out.split())
+    assert ("(by the model's file; GLOBAL_BATCH= sets another)" in screen) == (not arguments)
+
+
+def test_the_nearest_measurements_come_with_dtype_batch_and_source() -> None:
+    answer = advised("--model", "gpt2-large", "--gpus", "2")["How sure"]
+    assert "0.77B on 2 H200 in fp16 (examples/gpt3/published.yaml): 0.4372 s" in answer
+    answer = advised("--model", "llama3-8b", "--gpus", "8", "--gpu", "h100")["How sure"]
+    assert re.search(r"on 8 H100.* in \w+, batch [\d,]+ \(.+\): ", answer)

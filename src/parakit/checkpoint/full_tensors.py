@@ -226,16 +226,33 @@ def _describe_rank_tensors(content: Mapping[str, Any]) -> dict[str, DescribedTen
     for is_expert, parameters in groups:
         for parameter in parameters:
             shape = next(iter(parameter.values())).shape
-            name = f"parameter {len(states)} that is no weight here"
-            for raw_name in free_names:
-                is_in_group = not separates_experts or (".experts." in raw_name) == is_expert
-                if weights[raw_name].shape == shape and is_in_group:
-                    name = raw_name
-                    break
-            free_names = [raw_name for raw_name in free_names if raw_name != name]
+            # None stands for a parameter of any kind.
+            wanted_kind = is_expert if separates_experts else None
+            name = _find_weight_of_shape(weights, free_names, shape, wanted_kind)
+            if name is None:
+                name = f"parameter {len(states)} that is no weight here"
+            else:
+                free_names.remove(name)
             for key, state in parameter.items():
                 states[f"optimizer.state.{name}.{key}"] = state
     return weights | states
+
+
+def _find_weight_of_shape(
+    weights: Mapping[str, DescribedTensor],
+    names: Iterable[str],
+    shape: Shape,
+    is_expert: bool | None,
+) -> str | None:
+    """Return the first of `names` whose weight has a shape and is an expert's or is none; None without such a weight.
+
+    `is_expert` is None if both kinds of weights count.
+    """
+    for name in names:
+        is_of_kind = is_expert is None or (".experts." in name) == is_expert
+        if is_of_kind and weights[name].shape == shape:
+            return name
+    return None
 
 
 def _list_groups(
@@ -274,47 +291,91 @@ def _list_rank_pieces(
     known to be identical on all TP ranks. Such a tensor is stored once per rank, and its name begins with the
     rank's folder (`mp_rank_00.…`).
     """
-    tensor, pipeline, _ = _model_parallel_sizes(arguments)
-    expert_tensor = int(arguments.get("expert_tensor_parallel_size") or tensor)
-    is_tied = arguments.get("untie_embeddings_and_output_weights") != "True"
-    is_gated = arguments.get("swiglu") == "True"
+    rules = _read_joining_rules(arguments)
     tensors_by_rank = {rank: _describe_rank_tensors(content) for rank, content in ranks.items()}
-    first_layers = _find_first_layers(tensors_by_rank, pipeline)
+    first_layers = _find_first_layers(tensors_by_rank, rules.pipeline)
     for rank, tensors in tensors_by_rank.items():
-        indices = _parse_rank(rank, pipeline)
+        indices = _parse_rank(rank, rules.pipeline)
         canonical_names = {raw_name: _parse_name(raw_name) for raw_name in tensors}
-        num_local_experts = _count_local_experts(canonical_names.values())
+        first_expert = indices.expert * _count_local_experts(canonical_names.values())
         for raw_name, described in tensors.items():
             canonical = canonical_names[raw_name]
-            name = canonical.name.replace(OUTPUT, EMBEDDING) if is_tied else canonical.name
-            num_shards = expert_tensor if _EXPERTS in name else tensor
-            axis = tensor_parallel_axis(name)
-            if axis is None and tensor > 1 and not _REPLICATED.search(name):
-                name = f"{rank}.{name}"
             first_layer = first_layers[_parse_chunk(raw_name), indices.pipeline]
-            firsts = (first_layer, indices.expert * num_local_experts)
-            # A tensor outside of layers has no index, and a tensor outside of experts has one.
-            stack_index = tuple(
-                index + first for index, first in zip(canonical.stack_index, firsts, strict=False)
-            )
             piece = _StackablePiece(
-                name,
-                stack_index,
+                name=rules.name_full_tensor(canonical.name, rank),
+                stack_index=_number_over_model(canonical.stack_index, first_layer, first_expert),
                 begin=tuple(0 for _ in described.shape),
                 size=described.shape,
                 full_shape=described.shape,
                 dtype=described.dtype,
                 part=replace(files[rank], tensor=described),
             )
+            axis = tensor_parallel_axis(canonical.name)
             if axis is None or axis >= len(described.shape):
                 yield piece
                 continue
-            # A gated MLP stores gate and value in one tensor, and TP splits each of these halves.
-            num_halves = 2 if is_gated and ".linear_fc1." in name else 1
-            shard = indices.tensor % num_shards
+            num_shards = rules.count_shards(canonical.name)
             yield from _split_piece(
-                piece, described, axis=axis, rank=shard, num_ranks=num_shards, halves=num_halves
+                piece,
+                described,
+                axis=axis,
+                rank=indices.tensor % num_shards,
+                num_ranks=num_shards,
+                halves=rules.count_halves(canonical.name),
             )
+
+
+@dataclass(frozen=True)
+class _JoiningRules:
+    """Rules for joining the tensors of ranks, from a checkpoint's arguments."""
+
+    tensor: int
+    pipeline: int
+    expert_tensor: int
+    """TP inside experts."""
+    is_tied: bool
+    """True if the embedding is the output layer as well."""
+    is_gated: bool
+    """True if the MLP is gated."""
+
+    def name_full_tensor(self, name: str, rank: str) -> str:
+        """Return the full tensor's name for a rank's tensor; it begins with the rank's folder if it is not joined."""
+        if self.is_tied:
+            name = name.replace(OUTPUT, EMBEDDING)
+        is_split = tensor_parallel_axis(name) is not None
+        if is_split or self.tensor == 1 or _REPLICATED.search(name):
+            return name
+        return f"{rank}.{name}"
+
+    def count_shards(self, name: str) -> int:
+        """Return the number of shards of a tensor that TP splits."""
+        return self.expert_tensor if _EXPERTS in name else self.tensor
+
+    def count_halves(self, name: str) -> int:
+        """Return 2 if a tensor holds gate and value of a gated MLP, each of which TP splits; else 1."""
+        return 2 if self.is_gated and ".linear_fc1." in name else 1
+
+
+def _read_joining_rules(arguments: Mapping[str, str]) -> _JoiningRules:
+    """Return how the arguments of a checkpoint say that its tensors are joined."""
+    tensor, pipeline, _ = _model_parallel_sizes(arguments)
+    return _JoiningRules(
+        tensor,
+        pipeline,
+        expert_tensor=int(arguments.get("expert_tensor_parallel_size") or tensor),
+        is_tied=arguments.get("untie_embeddings_and_output_weights") != "True",
+        is_gated=arguments.get("swiglu") == "True",
+    )
+
+
+def _number_over_model(stack_index: Shape, first_layer: int, first_expert: int) -> Shape:
+    """Return a tensor's layer and expert numbers over the whole model, from those within its rank.
+
+    A tensor outside of layers has no number, and a tensor outside of experts has only that of its layer.
+    """
+    first_numbers = (first_layer, first_expert)
+    pairs = zip(stack_index, first_numbers, strict=False)
+    return tuple(number + first for number, first in pairs)
 
 
 def _count_local_experts(names: Iterable[_CanonicalName]) -> int:
@@ -388,7 +449,8 @@ def _find_first_layers(
 def _parse_rank(rank: str, pipeline: int) -> _RankIndices:
     """Return the indices in a folder's name such as `mp_rank_00_001_002`.
 
-    Megatron leaves out the number of PP if PP is 1, and that of EP if EP is 1; both are then 0.
+    Megatron leaves out the pipeline index if PP is 1, and the expert index if EP is 1. An index that is left
+    out is 0.
     """
     tensor_index, *numbers = map(int, rank.removeprefix("mp_rank_").split("_"))
     pipeline_index = numbers.pop(0) if pipeline > 1 and numbers else 0

@@ -227,7 +227,7 @@ SECTIONS = {
              READ_RUNS),
             in_clone=f"{_CLONE}:move_run_folders", packages=(), is_usual=True),
         Command("why-hang", "parakit.hang.command:why_hang",
-            "find the rank that hangs, and where: DUMPS=dumps, stacks, logs",
+            "find the rank that hangs, from dumps, stacks or logs: DUMPS=",
             (v.DUMPS, _meaning(v.PAGE, "the page to write", kind=v.TEXT), v.JSON),
             required=("DUMPS",), example="DUMPS=folder", packages=(), is_usual=True),
     ),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import platform
 import re
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from parakit.config.errors import suggest_names
 from parakit.config.files import read_yaml
 
 _FILE = Path(__file__).with_name("hardware.yaml")
@@ -169,9 +169,9 @@ def calibration_file_name(key: str) -> str:
 
 
 def _format_hint(kind: str, key: str, known: Mapping[str, object]) -> str:
-    """Return the error sentence for an unknown key, with up to three similar keys."""
-    similar = difflib.get_close_matches(key.lower(), known, n=3, cutoff=0.4) or list(known)
-    return f"There is no {kind} '{key}'; did you mean {' or '.join(similar)}?"
+    """Return the error sentence for an unknown key, with up to three similar keys, or with the file that lists all."""
+    hint = suggest_names(key.lower(), known, f"src/parakit/config/{_FILE.name} lists all")
+    return f"There is no {kind} '{key}'; {hint}"
 
 
 def _split_key(key: str) -> frozenset[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import difflib
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from parakit.config.errors import suggest_names
 from parakit.config.files import ROOT, read_args_file
 from parakit.config.flag_table import FLAGS, flags_in_group, flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, pick_flags
@@ -394,7 +394,7 @@ def _explain_unknown_model(name: str) -> str:
     """Return the error text for a name that no model has.
 
     For T5 and BERT, the text explains that the kit trains GPT models only. For other names, it suggests up to
-    three similar names, or all names if none is similar.
+    three similar names, or `make list` if none is similar.
     """
     other_architecture = re.match(r"(?:.*-)?(t5|bert)\b", name, re.IGNORECASE)
     if other_architecture:
@@ -404,10 +404,9 @@ def _explain_unknown_model(name: str) -> str:
             f"{script}, which has other data, losses and splits. Train a decoder of that size, for example "
             f"gpt3-345m, or start {script} yourself and read its log with 'make report LOGS='."
         )
-    similar = difflib.get_close_matches(name, model_names(), n=3, cutoff=0.4)
-    hint = " or ".join(similar) if similar else "one of " + ", ".join(model_names())
+    hint = suggest_names(name, model_names(), "'make list' shows all models")
     return (
-        f"There is no model '{name}'; did you mean {hint}? To use a model of your own, write Megatron's "
+        f"There is no model '{name}'; {hint} To use a model of your own, write Megatron's "
         f"flags to examples/gpt3/models/{name}.args, or give MODEL= the path of any .args file or "
         "config.json."
     )

@@ -2,6 +2,13 @@
 
 A search makes a hundred thousand specs that differ in one or two fields. `dataclasses.replace`
 passes all thirty fields to the constructor, which took a fifth of the search's time.
+
+msgspec.Struct (0.22) was tried for `RunSpec`, `ModelShape`, `Parallelism` and `Batch`, in place of
+this module and of their hash methods. The search of gpt3-175b on 1,024 H100 took 0.94 times the
+processor time: the median of 11 interleaved pairs, which scatter from 0.75 to 1.12. It stays as it
+is. A Struct compares all fields, and specs that differ only in `strategy` must be equal. So
+`RunSpec` would keep its own `__eq__` and `__hash__` (0.98 times, three pairs). 45 modules call
+`dataclasses.replace`, `fields` or `asdict`, which take no Struct.
 """
 
 from __future__ import annotations

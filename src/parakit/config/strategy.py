@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
 
+from parakit.config.errors import suggest_names
 from parakit.config.flags import Flags, format_fields_as_flags, format_flags
 from parakit.config.stages import parse_stage_split
 
@@ -391,8 +392,8 @@ def parallelism_from_flags(arguments: Sequence[str], devices: int) -> Parallelis
 def _parse_virtual_stages(flags: Flags, pipeline: int) -> int:
     """Return the virtual stages per rank, if no flag states them directly.
 
-    They follow from the layers per virtual stage, from the number that Megatron derives and prints
-    in a log, or from the layout of the pipeline; without any of these there is 1.
+    The number follows from the layers per virtual stage, from the number that Megatron prints in a log, or from
+    the layout of the pipeline. Without any of these it is 1.
     """
     stages = parse_stage_split(flags)
     layers_per_virtual_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
@@ -563,11 +564,7 @@ def _parse_degrees(product: str, text: str) -> dict[str, int]:
     # Only `vpp` may be followed by `x` and a number of virtual stages.
     has_wrong_stages = any(stages and name != "vpp" for name, _, stages in factors)
     if not _PRODUCT.fullmatch(product) or has_wrong_stages:
-        raise StrategyError(
-            _explain_inner_sharding(product)
-            or f"Unknown strategy '{text}'; use one of {', '.join(EXAMPLE_STRATEGIES)}, or a product of "
-            "degrees such as tp2pp2."
-        )
+        raise StrategyError(_explain_inner_sharding(product) or _explain_unknown_strategy(text))
     degrees: dict[str, int] = {}
     for name, degree, stages in factors:
         dimension = {"sp": "tp", "vpp": "pp"}.get(name, name)
@@ -580,6 +577,13 @@ def _parse_degrees(product: str, text: str) -> dict[str, int]:
         if name == "vpp":
             degrees["virtual"] = int(stages or 2)
     return degrees
+
+
+def _explain_unknown_strategy(text: str) -> str:
+    """Return the error sentence for a name that is no strategy, with up to three similar strategies."""
+    listing = "'make list' shows the strategies, and degrees multiply, as in tp2pp2"
+    hint = suggest_names(text, EXAMPLE_STRATEGIES, listing)
+    return f"Unknown strategy '{text}'; {hint}"
 
 
 def _explain_inner_sharding(product: str) -> str:

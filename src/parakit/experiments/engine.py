@@ -5,6 +5,7 @@ A *study* is an experiment whose cells were checked. Its output makes the tables
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
@@ -20,6 +21,7 @@ from parakit.experiments.runner import CellResult, Runner
 from parakit.formatting.terminal import say, say_markdown
 from parakit.formatting.units import plural
 from parakit.launch import (
+    DRY_RUN_REFUSED,
     SAMPLE,
     Launch,
     call_module,
@@ -176,8 +178,7 @@ def run_experiment(
         output.check(experiment)
     planned = _compose_cells(experiment, console)
     if experiment.options.dry_run:
-        _print_dry_run(experiment, output, planned)
-        return 0
+        return _print_dry_run(experiment, output, planned)
     planned = _check_cells(planned, experiment)
     runner = Runner(experiment, planned.launches, console)
     study = Study(experiment, planned, runner, console, reports)
@@ -194,18 +195,25 @@ def run_experiment(
     return output.finish(study)
 
 
-def _print_dry_run(experiment: Experiment, output: Output, planned: PlannedCells) -> None:
-    """Print what would be trained; an experiment that is refused as a whole prints its commands first.
+def _print_dry_run(experiment: Experiment, output: Output, planned: PlannedCells) -> int:
+    """Print the commands that would train the experiment; return 0, or 2 if the experiment is refused.
+
+    The reasons of a refusal are printed first, on stderr, because the commands have many lines.
 
     Raises:
-        LaunchError: The experiment cannot work here.
+        LaunchError: No cell of an experiment that skips illegal cells can work here.
     """
+    exit_code = 0
     if experiment.file.skips_illegal:
         planned = _check_cells(planned, experiment)
-        print(output.format_dry_run(planned), flush=True)
     else:
-        print(output.format_dry_run(planned), flush=True)
-        _check_cells(planned, experiment)
+        try:
+            _check_cells(planned, experiment)
+        except LaunchError as error:
+            print(error, file=sys.stderr, flush=True)
+            exit_code = DRY_RUN_REFUSED
+    print(output.format_dry_run(planned), flush=True)
+    return exit_code
 
 
 def _compose_cells(experiment: Experiment, console: Console) -> PlannedCells:
@@ -255,10 +263,10 @@ def _check_cells(planned: PlannedCells, experiment: Experiment) -> PlannedCells:
 
 
 def _merge_problems(problems: Iterable[ValueError], instead: str) -> str:
-    """Return the lines of all problems, each problem once, and a last line on what to run instead.
+    """Return one line per distinct problem, and a last line that names a target to run instead.
 
-    Problems count as equal if they agree up to the first semicolon, but for a number at the begin: cells lack the
-    same thing in different words, such as another number of GPUs or another target to run instead.
+    Two problems count as equal if their texts up to the first semicolon are equal, apart from a number of GPUs
+    at the beginning. The texts after the semicolon may name different targets to run instead.
     """
     lines: dict[str, str] = {}
     for line in "\n".join(map(str, problems)).splitlines():

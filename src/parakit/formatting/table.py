@@ -81,6 +81,9 @@ class Table[R]:
         characters. A column that wraps is at least as wide as its longest word. If the terminal is too narrow
         for that, words may be broken, but numbers may not. If it is still too narrow, numbers may be broken.
         If `width` is None, every column is as wide as its longest text.
+
+        rich's own widths are not used. In a terminal that is too narrow for all words, rich 15 cuts characters off
+        the columns that must not wrap: at 62 characters `1,234.5` became `1,23`, and at 55 the column was gone.
         """
         longest_texts = [max(map(len, texts)) for texts in self._texts_by_column]
         if width is None:

@@ -160,14 +160,16 @@ def find_waits(evidence: HangEvidence) -> Waits:
             if not awaited_ranks and not call.is_point_to_point:
                 unfinished_collectives.setdefault((call.group, call.number), (group, call))
         waits |= _waits_of_failed_call(evidence, rank_evidence)
-        if not waits and not rank_evidence.pending:
-            # gloo's flight recorder keeps no point-to-point call, so pipeline communication shows only
-            # in the stack. Two stages that communicate with each other do not wait for each other.
-            for neighbour in _pipeline_neighbours(evidence, rank_evidence):
-                if rank in _pipeline_neighbours(evidence, evidence.get_rank(neighbour)):
-                    ranks_in_exchange.add(rank)
-                else:
-                    waits[neighbour] = Wait(rank, neighbour, None)
+        has_call = bool(waits or rank_evidence.pending)
+        # gloo's flight recorder keeps no point-to-point call, so pipeline communication shows only
+        # in the stack. Two stages that communicate with each other do not wait for each other.
+        neighbours = [] if has_call else list(_pipeline_neighbours(evidence, rank_evidence))
+        for neighbour in neighbours:
+            neighbour_evidence = evidence.get_rank(neighbour)
+            if rank in _pipeline_neighbours(evidence, neighbour_evidence):
+                ranks_in_exchange.add(rank)
+            else:
+                waits[neighbour] = Wait(rank, neighbour, None)
         if rank_evidence.pending or waits or is_in_collective(rank_evidence.stack):
             ranks_in_calls.add(rank)
         waits_by_rank[rank] = tuple(waits.values())
@@ -245,8 +247,8 @@ def _awaited_in_call(
 def _must_be_awaited(peer: RankEvidence, call: RecordedCall) -> bool:
     """Return True if others must wait for `peer` in this collective.
 
-    That is so if the peer has not entered the call, or has entered it while its device lags behind:
-    the waiting rank's device has begun the call, and the peer's device none of its pending calls.
+    The peer must be awaited if it has not entered the call. It must also be awaited if its device lags behind:
+    the waiting rank's device has begun the call, and the peer's device has begun none of its pending calls.
     """
     # A signal stopped the peer's process. It was continued only to write its dump, so a call in that
     # dump may have been entered after the job had already hung.

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from parakit.launch.supervise.interruption import Interrupted, interruptible
     from parakit.launch.supervise.warm import WarmMegatron, WarmPool
     from parakit.launch.train import (
+        DRY_RUN_REFUSED,
         compose_job,
         describe_chosen_split,
         describe_vocabulary_change,
@@ -50,6 +51,7 @@ else:
 
 __all__ = [
     "CPU_RANK_ENVIRONMENT",
+    "DRY_RUN_REFUSED",
     "LOG_BYTES",
     "NO_OPTIONS",
     "NO_TRANSFORMERS",

@@ -118,7 +118,10 @@ def _adapt_to_transformers(launch: Launch) -> Launch:
 
 def _transformers_problems(launch: Launch) -> Iterator[str]:
     """Yield the first reason why Hugging Face's code cannot train this launch; nothing if it can."""
-    texts = (*unknown_flags(launch.flags), *launch.flags)
+    unknown = unknown_flags(launch.flags)
+    not_supported = set(unknown) - {IMPORTED, PADDED}
+    is_one_cpu_rank = launch.devices == 1 and launch.spec.device is DeviceKind.CPU
+    half_precision = {"--bf16", "--fp16"}
     if imported_weights_folder(launch.model) is None:
         yield (
             f"BACKEND=transformers trains what was imported, and {launch.model.name} was not; import a "
@@ -126,15 +129,15 @@ def _transformers_problems(launch: Launch) -> Iterator[str]:
         )
     elif importlib.util.find_spec("transformers") is None:
         yield NO_TRANSFORMERS
-    elif launch.devices > 1 or launch.spec.device is not DeviceKind.CPU:
+    elif not is_one_cpu_rank:
         yield (
             f"BACKEND=transformers has baseline on one CPU rank, and no {launch.spec.name} on "
             f"{launch.devices} {launch.spec.device.upper()}(s); use train-baseline-…-1cpu."
         )
-    elif "--bf16" in texts or "--fp16" in texts:
+    elif half_precision & {*unknown, *launch.flags}:
         yield "BACKEND=transformers computes in fp32; leave --bf16 and --fp16 out of EXTRA=."
-    elif unknown := set(unknown_flags(launch.flags)) - {IMPORTED, PADDED}:
-        yield f"BACKEND=transformers does not know {min(unknown)}; leave it out of EXTRA=."
+    elif not_supported:
+        yield f"BACKEND=transformers does not know {min(not_supported)}; leave it out of EXTRA=."
     elif Flags(launch.flags).text("--optimizer") != "adam":
         yield "BACKEND=transformers has AdamW alone; leave OPTIMIZER= out."
 

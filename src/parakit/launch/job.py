@@ -18,7 +18,6 @@ from parakit.config.model import ALIASES as MODEL_ALIASES
 from parakit.config.model import Model, is_model_file, load_model, model_name_of_file, model_names
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import (
-    EXAMPLE_STRATEGIES,
     PUBLISHED_STRATEGIES,
     StrategyError,
     parse_strategy,
@@ -102,8 +101,8 @@ class Job:
     def read_script_flags(self) -> tuple[str, ...] | None:
         """Return the Megatron flags of the strategy's launch script.
 
-        None means that the job has no script, or that its script does more than name the strategy and its
-        flags, because somebody has edited it. Only a shell can tell what such a script does.
+        None means that the job has no script, or that somebody has edited the script so that it does more than
+        name the strategy and its flags. Only a shell can evaluate such a script.
         """
         if self.script is None:
             return None
@@ -214,9 +213,7 @@ def _check_strategy(strategy: str) -> None:
         parse_strategy(strategy, devices=-1)
     except StrategyError as error:
         if "Unknown strategy" in str(error):
-            near = difflib.get_close_matches(strategy, EXAMPLE_STRATEGIES, n=3, cutoff=0.3)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
-            raise LaunchError(f"{error}{hint}") from None
+            raise LaunchError(str(error)) from None
 
 
 def _suggest_targets(name: str) -> str:

@@ -81,8 +81,16 @@ def print_list(console: Console) -> None:
     console.print(rich_table(mixtures.fitting(console.width)))
     console.print(rich_table(_strategies_table(), console.width))
     console.print("Targets: make train-<strategy>-<model>-<N>gpu or -<N>cpu, for example")
-    for target in ("tp2-gpt2-tiny-2cpu", "tp2-gpt2-large-2gpu", "ep2-moe-tiny-2cpu"):
+    for target in ("tp2-gpt2-tiny-2cpu", "ep2-moe-tiny-2cpu"):
         console.print(f"  make train-{target}", highlight=False)
+    gpu_target = "make train-tp2-gpt2-large-2gpu"
+    if len(gpus) >= 2:
+        console.print(f"  {gpu_target}", highlight=False)
+    else:
+        console.print(
+            f"On a machine with 2 GPUs also {gpu_target}. Here DRY_RUN=1 shows its command.",
+            highlight=False,
+        )
 
 
 def _describe_vocabulary_sizes(models: Sequence[Model]) -> str:

@@ -60,6 +60,8 @@ from parakit.launch.supervise.interruption import Interrupted
 from parakit.logs import load_folder
 from parakit.reporting import estimate_pooled_runs, loss_curve, resumption_sentence
 
+DRY_RUN_REFUSED = 2
+"""Exit code of a dry run that prints why the run would be refused."""
 _WARM_UP_FRACTION = 0.5
 """Fraction of the learning rate's warm-up; a run that ends before it is told which rate it reaches."""
 
@@ -154,14 +156,18 @@ def start_job(job: Job, console: Console) -> int:
 
 
 def print_dry_run(launch: Launch) -> int:
-    """Print the command of a launch, and what the user should know about the run; return 0.
+    """Print the command of a launch, and what the user should know about the run; return 0, or 2 if it is refused.
 
-    Nothing is written, and no data set is made. The sentences say whether the run trains another model than it
-    names, uses another split, never reaches its learning rate, or has flags that the kit does not know.
-
-    Raises:
-        LaunchError: The run would be refused; the command was printed before.
+    The reasons of a refusal are printed first, on stderr, because a command has many lines. Nothing is written, and
+    no data set is made. The sentences after the command say whether the run trains another model than it names,
+    uses another split, never reaches its learning rate, or has flags that the kit does not know.
     """
+    exit_code = 0
+    try:
+        check_launch(launch)
+    except LaunchError as error:
+        print(error, file=sys.stderr, flush=True)
+        exit_code = DRY_RUN_REFUSED
     print(format_command_line(launch), flush=True)
     sentences = (
         describe_vocabulary_change(launch),
@@ -171,8 +177,7 @@ def print_dry_run(launch: Launch) -> int:
     )
     for sentence in filter(None, sentences):
         print(f"# {sentence}", flush=True)
-    check_launch(launch)
-    return 0
+    return exit_code
 
 
 def train_once(launch: Launch, console: Console, title: str) -> bool:

@@ -57,26 +57,50 @@ def parse_printed_spec(
         return None
     if spec is None:
         return None
-    # Sizes that no model can have are damaged.
-    parts = _, split, batch = tuple(
-        {name: size for name, size in vars(part).items() if type(size) is int}
-        for part in (spec.shape, spec.parallelism, spec.batch)
-    )
-    sizes = [size for part in parts for size in part.values()]
-    least = min(split["expert"], split["virtual_stages"], *batch.values())
-    if least < 1 or min(sizes) < 0 or max(sizes) > _LARGEST or not 0 <= spec.dropout <= 1:
+    if not _has_possible_sizes(spec):
         return None
-    # A batch size of 0 stands for an unknown one. The log prints the size of the tokenizer's vocabulary.
-    micro = spec.batch.micro_batch_size if "micro_batch_size" in arguments else 0
-    printed = spec.batch.global_batch_size if "global_batch_size" in arguments else 0
-    name = _known_shapes().get(_without_read_vocabulary_size(spec.shape), "")
+    model_name = _known_shapes().get(_without_read_vocabulary_size(spec.shape), "")
+    # The log prints the size of the tokenizer's vocabulary, and the spec has the padded one.
     shape = replace(spec.shape, vocabulary=_read_vocabulary_size(arguments))
-    known = Batch(micro, global_batch_size or printed)
-    spec = replace(spec, model=name, shape=shape, batch=known)
+    batch = _select_printed_batch(arguments, spec.batch, global_batch_size)
+    spec = replace(spec, model=model_name, shape=shape, batch=batch)
+    return _add_deepspeed(spec, arguments)
+
+
+def _has_possible_sizes(spec: RunSpec) -> bool:
+    """Return True if a run can have the sizes of model, parallelism and batch; False means a damaged log."""
+    parts = (spec.shape, spec.parallelism, spec.batch)
+    sizes = [size for part in parts for size in _list_integers(part)]
+    split = spec.parallelism
+    least = min(split.expert, split.virtual_stages, *_list_integers(spec.batch))
+    is_in_range = least >= 1 and min(sizes) >= 0 and max(sizes) <= _LARGEST
+    return is_in_range and 0 <= spec.dropout <= 1
+
+
+def _list_integers(part: object) -> list[int]:
+    """Return the values of a data class that are integers and not truth values."""
+    return [value for value in vars(part).values() if type(value) is int]
+
+
+def _select_printed_batch(
+    arguments: Mapping[str, str], batch: Batch, global_batch_size: int | None
+) -> Batch:
+    """Return the batch sizes that a log states; 0 for a size that it does not state.
+
+    `global_batch_size` is that of the log's lines, which precedes the argument's; None if they do not state it.
+    """
+    micro = batch.micro_batch_size if "micro_batch_size" in arguments else 0
+    printed = batch.global_batch_size if "global_batch_size" in arguments else 0
+    return Batch(micro, global_batch_size or printed)
+
+
+def _add_deepspeed(spec: RunSpec, arguments: Mapping[str, str]) -> RunSpec:
+    """Return a run with DeepSpeed's backend and sharding if its arguments name DeepSpeed; else the run itself."""
     stage = arguments.get("zero_optimization_stage")
     if stage is None and arguments.get("deepspeed") != "True":
         return spec
-    parallelism = replace(spec.parallelism, sharding=_STAGES.get(stage or "", Sharding.NONE))
+    sharding = _STAGES.get(stage or "", Sharding.NONE)
+    parallelism = replace(spec.parallelism, sharding=sharding)
     return replace(spec, parallelism=parallelism, backend=Backend.DEEPSPEED)
 
 
@@ -90,9 +114,9 @@ def _read_vocabulary_size(arguments: Mapping[str, str]) -> int:
 def _do_degrees_fit_ranks(arguments: Mapping[str, str]) -> bool:
     """Return True if the printed parallel sizes agree with the printed number of ranks.
 
-    The number of ranks must be a multiple of the product of the parallel sizes. False also means that the
-    tensor-parallel size is missing, that the numbers of ranks and of data-parallel ranks are both missing, or that one
-    of the numbers is below 1.
+    The number of ranks must be a multiple of the product of the parallel sizes. The result is also False if a
+    number is below 1, if the tensor-parallel size is missing, or if the numbers of ranks and of data-parallel
+    ranks are both missing.
     """
     texts = [arguments.get(name, "").strip() for name in (*_DEGREES, *_RANKS)]
     numbers = [int(text) if re.fullmatch(r"-?\d{1,9}", text) else None for text in texts]
@@ -107,8 +131,8 @@ def _do_degrees_fit_ranks(arguments: Mapping[str, str]) -> bool:
 def drop_unreadable_values(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
     """Return the arguments without unreadable numbers, and a text (`name value`) per unreadable number.
 
-    An argument of the model or its parallelism stays although its number cannot be read, so that no model is made
-    from the other arguments alone.
+    An argument of the model or its parallelism stays even if its number cannot be read. Otherwise a model would
+    be made from the remaining arguments.
     """
     readable, unread = dict(arguments), []
     for name, value in arguments.items():

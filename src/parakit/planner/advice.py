@@ -144,9 +144,9 @@ def find_best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate
 def advice_sentences(plan: Plan) -> list[str]:
     """Return a plan as sentences, the answer first.
 
-    They say which strategy to use and what it takes, for which job, how far ahead it is of the next one, what limits
-    it, whether one device is enough, and what each kind of parallelism takes alone. A plan without a winner has one
-    sentence, which says why nothing fits.
+    The first sentences name the best strategy, its cost and the job. Further sentences compare it with the next
+    strategy, name the bottleneck, and give the times on one device and of each kind of parallelism alone. A
+    plan without a winner has one sentence, which says why nothing fits.
     """
     winner = plan.winner
     if winner is None:
@@ -229,10 +229,13 @@ def _request_sentence(request: Request) -> str:
     is_billions = parameters >= 0.1e9
     size = f"{parameters / 1e9:.2f} billion" if is_billions else f"{parameters / 1e6:,.1f} million"
     nodes = f", {cluster.nodes} nodes of {cluster.per_node} ({cluster.network})"
+    assumption = " (by the model's file; GLOBAL_BATCH= sets another)"
+    if not request.is_batch_assumed:
+        assumption = ""
     return (
         f"{request.model.name} has {size} parameters and trains on {cluster.devices:,} "
         f"{cluster.device.name}{nodes if cluster.nodes > 1 else ''}, with a global batch of "
-        f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens."
+        f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens{assumption}."
     )
 
 
@@ -397,7 +400,9 @@ def families_sentence(plan: Plan, winner: Candidate) -> str:
             phrases.append(f"{family} needs {gib(best.memory.total, 0)} of {capacity} GiB ({name})")
     single_kinds = (StrategyFamily.DATA, StrategyFamily.TENSOR, StrategyFamily.PIPELINE)
     illegal = [family for family in single_kinds if family not in best_by_family]
-    sentences = [f"Alone, {joined(phrases)}."] if phrases else []
+    sentences = []
+    if phrases:
+        sentences.append(f"Alone, at its best micro batch and schedule, {joined(phrases)}.")
     if illegal:
         devices = plan.request.cluster.devices
         sentences.append(

@@ -34,6 +34,9 @@ INFERENCE = (
     "pipeline stages and replicas. ZeRO helps neither."
 )
 """Advice on inference, as in docs/guide.md and the lab guide. It is reasoning: the kit measures no inference."""
+_LEAST_GAIN = 1.10
+"""Ratio of two predicted times from which another trainer is worth the change. Predictions err by several percent, so a
+smaller gain may not exist."""
 _NUM_RANKED = 8
 """Ranked strategies among which the winner's split is searched under other circumstances."""
 
@@ -147,10 +150,11 @@ def _answer_megatron(
         fits = any(candidate.fits for candidate in unsplit)
         return f"Yes: without splitting layers or sequences the model {_misfit_phrase(fits)}."
     best = min(recommended, key=lambda candidate: candidate.seconds.total)
-    verdict = "Hardly" if best.is_tied(winner) else "Yes"
+    ratio = _time_ratio(best, winner)
+    verdict = "Yes" if ratio >= _LEAST_GAIN else "Hardly"
     return (
         f"{verdict}: the best strategy of other trainers, {best.strategy}, takes "
-        f"{_time_ratio(best, winner):.2f} times as long."
+        f"{ratio:.2f} times as long."
     )
 
 

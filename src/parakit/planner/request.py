@@ -89,7 +89,15 @@ def build_request(options: PlanOptions) -> Request:
         )
     own_runs = load_own_runs(options.readings, cluster)
     template = replace(template, dtype=dtype)
-    return Request(model, cluster, global_batch, template, own_runs, tuple(extra))
+    return Request(
+        model,
+        cluster,
+        global_batch,
+        template,
+        own_runs=own_runs,
+        extra=tuple(extra),
+        is_batch_assumed=not options.global_batch,
+    )
 
 
 def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> int:

@@ -85,6 +85,8 @@ class Request:
     """The user's own measurements on this kind of device. They correct every predicted time."""
     extra: tuple[str, ...] = ()
     """Megatron's flags of EXTRA, beyond the model's own."""
+    is_batch_assumed: bool = False
+    """True if the global batch is that of the model's file, because the user gave none."""
 
     @property
     def capacity(self) -> int:

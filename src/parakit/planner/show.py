@@ -26,7 +26,7 @@ from parakit.costs import (
     total_wire_bytes,
 )
 from parakit.formatting.table import Column, Table, rich_table
-from parakit.formatting.units import gb, gib, ms, percent, plural
+from parakit.formatting.units import gb, gib, joined, ms, percent, plural
 from parakit.planner.advice import (
     advice_sentences,
     bottleneck_sentence,
@@ -170,13 +170,37 @@ def print_plan(
         _print_ranking(_build_ranking([plan.lightest], "The least memory"), console)
     single_axis = evaluate_single_axis_strategies(plan.request)
     if single_axis:
-        title = "One kind of parallelism, as make train-<strategy> runs it"
+        title = (
+            "One kind of parallelism with the default micro batch, as make train-<strategy> runs it"
+        )
         _print_ranking(_build_ranking(single_axis, title), console)
+        few_micro_batches = single_micro_batch_sentence(single_axis)
+        if few_micro_batches:
+            console.print(few_micro_batches, highlight=False)
     shown = [*plan.ranked, *([plan.lightest] if plan.lightest else []), *single_axis]
     console.print(_legend([candidate.strategy for candidate in shown]), highlight=False)
     console.print(bottleneck_sentence(plan), highlight=False)
     console.print(rich_table(_build_component_table(plan.ranked[0])))
     print_ignored(list_ignored_flags(plan.request, is_one_strategy=False), console)
+
+
+def single_micro_batch_sentence(candidates: Sequence[Candidate]) -> str:
+    """Return which pipelines have fewer micro batches than stages; empty if none has.
+
+    The stages of such a pipeline take turns, so its time says little about pipeline parallelism.
+    """
+    names = [
+        f"{candidate.strategy} ({plural(candidate.spec.microbatches, 'micro batch')})"
+        for candidate in candidates
+        if candidate.spec.microbatches < candidate.spec.parallelism.pipeline
+    ]
+    if not names:
+        return ""
+    verb = "has" if len(names) == 1 else "have"
+    return (
+        f"{joined(names)} {verb} fewer micro batches than stages, so stages idle. 'One kind alone' "
+        "below has the time at the best micro batch and schedule."
+    )
 
 
 def _training_sentence(devices: int, days: float, scaled: Scaling | None) -> str:

@@ -117,16 +117,18 @@ def add_grid(axes: Axes, axis: Any = "both") -> None:
 
 
 def chart_labels(entries: Sequence[Entry]) -> list[str]:
-    """Return the labels of rows for a chart, cut to 34 characters and with dollars escaped.
+    """Return the labels of rows for a chart."""
+    return [chart_label(name) for name in entry_names(entries)]
+
+
+def chart_label(name: str) -> str:
+    """Return a name for a chart, cut to 34 characters and with dollars escaped.
 
     matplotlib would take text after a dollar for mathematics.
     """
-    labels = []
-    for name in entry_names(entries):
-        is_short = len(name) <= _MAX_NAME_LENGTH
-        label = name if is_short else f"{name[: _MAX_NAME_LENGTH - 1]}…"
-        labels.append(label.replace("$", r"\$"))
-    return labels
+    is_short = len(name) <= _MAX_NAME_LENGTH
+    label = name if is_short else f"{name[: _MAX_NAME_LENGTH - 1]}…"
+    return label.replace("$", r"\$")
 
 
 def extreme_indexes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[int]:

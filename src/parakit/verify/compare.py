@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
 
@@ -217,6 +217,15 @@ class _SimilarTensors:
     """Text that names the tensor; empty to name it after its parameter."""
 
 
+@dataclass
+class _PartialSums:
+    """Tensors of several ranks that may be terms of one sum, and that have the same reference."""
+
+    record: TensorRecord
+    """The record of the first tensor."""
+    tensors: list[ComparedTensor] = field(default_factory=list)
+
+
 class _Comparer:
     """Collects the comparisons of a strategy's tensors with the reference's.
 
@@ -343,8 +352,8 @@ class _Comparer:
     ) -> Iterator[tuple[str, Array]]:
         """Yield the reference's tensors of an activation that the rank of `tensor` may have used by mistake.
 
-        They are what this rank should have in other micro batches, and what other ranks should have in the
-        micro batch of `tensor`, each with a name such as `rank 1`. Equal tensors are left out.
+        These are the right tensors of this rank in other micro batches, and of other ranks in the same micro
+        batch. Each comes with a name such as `rank 1`. Equal tensors are left out.
         """
         for micro_batch in range(self._strategy.first.micro_batches):
             for other in self._align_all_ranks(key, micro_batch):
@@ -368,44 +377,48 @@ class _Comparer:
         Tensors that cannot be aligned with the reference's, and gradients that overflow in both runs, are
         listed as not compared.
         """
-        summed: dict[object, list[tuple[TensorRecord, ComparedTensor]]] = {}
+        partial_sums: dict[object, _PartialSums] = {}
         for rank_capture in self._strategy.ranks:
-            rank = rank_capture.rank
             for record in rank_capture.records:
                 tensor_key = record.tensor_key
                 if record.placement is not None or tensor_key.micro_batch is None:
                     continue
                 if tensor_key.slot.endswith(CHOICE):
                     self._compare_routing(rank_capture, record)
-                    continue
-                if tensor_key.slot.startswith(EARLIER_ITERATION_PREFIX):
-                    continue
-                self._num_seen += 1
-                aligned = self._aligner.align(rank_capture, record)
-                if aligned.ours is None or aligned.reference is None:
-                    self._skip_activation(aligned.obstacle, tensor_key)
-                    continue
-                if self._is_overflow(tensor_key.stage, aligned.ours, aligned.reference):
-                    self._skip_activation(_OVERFLOW, tensor_key)
-                    continue
-                tensor = ComparedTensor(
-                    rank.rank,
-                    tensor_key.micro_batch,
-                    ours=aligned.ours,
-                    reference=aligned.reference,
-                )
-                if _may_be_partial_sum(rank, tensor_key):
-                    reference_bytes = tensor.reference.tobytes()
-                    group = (tensor_key, rank.data, rank.context, rank.expert, reference_bytes)
-                    summed.setdefault(group, []).append((record, tensor))
-                else:
-                    comparison = self._get_comparison(_make_key(tensor_key), record)
-                    error = self._error_of_part(comparison, tensor, tensor_key, scale=aligned.scale)
-                    comparison.add(tensor, error)
-        for group_tensors in summed.values():
-            record = group_tensors[0][0]
+                elif not tensor_key.slot.startswith(EARLIER_ITERATION_PREFIX):
+                    self._num_seen += 1
+                    self._compare_activation(rank_capture, record, partial_sums)
+        for partial_sum in partial_sums.values():
+            record = partial_sum.record
             comparison = self._get_comparison(_make_key(record.tensor_key), record)
-            _add_sum_or_copies(comparison, [tensor for _, tensor in group_tensors])
+            _add_sum_or_copies(comparison, partial_sum.tensors)
+
+    def _compare_activation(
+        self,
+        rank_capture: RankCapture,
+        record: TensorRecord,
+        partial_sums: dict[object, _PartialSums],
+    ) -> None:
+        """Compare one rank's tensor, or add it to `partial_sums` if it may be a term of a sum over ranks."""
+        rank, tensor_key = rank_capture.rank, record.tensor_key
+        aligned = self._aligner.align(rank_capture, record)
+        if aligned.ours is None or aligned.reference is None:
+            self._skip_activation(aligned.obstacle, tensor_key)
+            return
+        if self._is_overflow(tensor_key.stage, aligned.ours, aligned.reference):
+            self._skip_activation(_OVERFLOW, tensor_key)
+            return
+        tensor = ComparedTensor(
+            rank.rank, tensor_key.micro_batch, ours=aligned.ours, reference=aligned.reference
+        )
+        if _may_be_partial_sum(rank, tensor_key):
+            reference_bytes = tensor.reference.tobytes()
+            group = (tensor_key, rank.data, rank.context, rank.expert, reference_bytes)
+            partial_sums.setdefault(group, _PartialSums(record)).tensors.append(tensor)
+            return
+        comparison = self._get_comparison(_make_key(tensor_key), record)
+        error = self._error_of_part(comparison, tensor, tensor_key, scale=aligned.scale)
+        comparison.add(tensor, error)
 
     def _is_overflow(self, stage: CaptureStage, *tensors: Array) -> bool:
         """Return True if one of the tensors is a gradient that overflows, and the reference overflows as well.
@@ -739,20 +752,16 @@ class _Comparer:
             if record.tensor_key.slot == COUNTS:
                 continue
             self._num_seen += 1
-            tensor_key = (
-                TensorKey(*NORM)
-                if record.tensor_key.stage is CaptureStage.NORM
-                else record.tensor_key
-            )
-            tensor_key = msgspec.structs.replace(
-                tensor_key, name=reference_names.get(tensor_key.name, tensor_key.name)
-            )
+            is_norm = record.tensor_key.stage is CaptureStage.NORM
+            tensor_key = TensorKey(*NORM) if is_norm else record.tensor_key
+            reference_name = reference_names.get(tensor_key.name, tensor_key.name)
+            tensor_key = msgspec.structs.replace(tensor_key, name=reference_name)
             if tensor_key not in expected:
                 self._skip(_NO_SUCH_PARAMETER, tensor_key.name)
                 continue
             holder, holder_record = expected[tensor_key]
+            rank = rank_capture.rank
             ours, reference = rank_capture.values(record), holder.values(holder_record)
-            is_norm, rank = tensor_key.stage is CaptureStage.NORM, rank_capture.rank
             is_norm_computed = rank.clip_gradient or (ours.any() and reference.any())
             if is_norm and not is_norm_computed:
                 self._skip(_NORM_UNUSED, tensor_key.name)
@@ -874,7 +883,8 @@ class _Comparer:
 
 
 def _sort_key(comparison: TensorComparison) -> tuple[object, ...]:
-    """Return a key that sorts comparisons in the order in which their errors cause one another.
+    """Return a key that sorts comparisons from causes to consequences: an error comes before the errors that
+    follow from it.
 
     Tensors at the start of the iteration come first. The value of the gradient norm comes after the elements
     that it counts, because a wrong count makes the value wrong. The strategy's initialization comes last: the

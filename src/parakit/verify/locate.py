@@ -154,8 +154,8 @@ def _find_source(
 ) -> str | None:
     """Return file and line of the function, or of the forward pass, that computes the wrong tensor.
 
-    If the module itself has no recorded source, that of the closest module around it is returned; None if
-    there is none.
+    If the module has no recorded source, the source of the closest module around it is returned, or None
+    without one.
     """
     function = _find_function(first, name, kind, strategy.first)
     source = strategy.first.functions.get(function)
@@ -235,12 +235,14 @@ def _find_independent_errors(
         if stage in stages_done:
             continue
         # An error of one use of a tied parameter is in the gradient of the other use as well.
-        may_be_tied = name.startswith(_TIED_PREFIXES) and bool(
-            wrong_modules | wrong_local_gradients
-        )
-        is_right_before = (
-            stage is CaptureStage.LOCAL_GRADIENTS and name.rpartition(".")[0] not in wrong_modules
-        ) or (stage is CaptureStage.REDUCED_GRADIENTS and name not in wrong_local_gradients)
+        has_wrong_tensors_before = bool(wrong_modules or wrong_local_gradients)
+        may_be_tied = name.startswith(_TIED_PREFIXES) and has_wrong_tensors_before
+        is_right_before = False
+        if stage is CaptureStage.LOCAL_GRADIENTS:
+            module = name.rpartition(".")[0]
+            is_right_before = module not in wrong_modules
+        elif stage is CaptureStage.REDUCED_GRADIENTS:
+            is_right_before = name not in wrong_local_gradients
         is_checked_exactly = slot in (COUNTED_ONCE, INITIAL, MASTER_CAST, *RATE_SLOTS)
         if is_checked_exactly or (is_right_before and not may_be_tied):
             stages_done.add(stage)

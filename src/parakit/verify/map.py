@@ -226,25 +226,7 @@ def _build_tree(
     which has no comparisons, takes the position of the first compared module inside it. If no module inside it
     is compared, the module comes last.
     """
-    order_by_name = {
-        name: min((STAGES.index(comparison.key[0]), comparison.order) for comparison in comparisons)
-        for name, comparisons in comparisons_by_module.items()
-    }
-    for name in other_modules:
-        orders_inside = [
-            order
-            for inner_name, order in order_by_name.items()
-            if inner_name.startswith(f"{name}.")
-        ]
-        order_by_name.setdefault(name, min(orders_inside, default=(len(STAGES), 0)))
-    for name in [*order_by_name]:
-        parts = name.split(".")
-        for num_parts, part in enumerate(parts, start=1):
-            # Layers and experts get a row even if they have no tensors of their own.
-            if part.isdigit():
-                layer = ".".join(parts[:num_parts])
-                order = order_by_name[name]
-                order_by_name[layer] = min(order, order_by_name.get(layer, order))
+    order_by_name = _order_modules(comparisons_by_module, other_modules)
     rows: dict[str, MapRow] = {}
     roots: list[MapRow] = []
     # Outer modules come first, so that the row of a parent exists before the rows of its children.
@@ -257,6 +239,33 @@ def _build_tree(
     for siblings in (roots, *(row.children for row in rows.values())):
         siblings.sort(key=lambda row: order_by_name[row.name])
     return roots
+
+
+def _order_modules(
+    comparisons_by_module: Mapping[str, Sequence[TensorComparison]], other_modules: Iterable[str]
+) -> dict[str, tuple[int, float]]:
+    """Return stage and order of the first compared tensor of each module, layer and expert, by name."""
+    order_by_name: dict[str, tuple[int, float]] = {}
+    for name, comparisons in comparisons_by_module.items():
+        orders = [(STAGES.index(comparison.key[0]), comparison.order) for comparison in comparisons]
+        order_by_name[name] = min(orders)
+    after_all = (len(STAGES), 0.0)
+    for name in other_modules:
+        orders_inside = [
+            order
+            for inner_name, order in order_by_name.items()
+            if inner_name.startswith(f"{name}.")
+        ]
+        order_by_name.setdefault(name, min(orders_inside, default=after_all))
+    for name in [*order_by_name]:
+        order = order_by_name[name]
+        parts = name.split(".")
+        for num_parts, part in enumerate(parts, start=1):
+            # Layers and experts get a row even if they have no tensors of their own.
+            if part.isdigit():
+                layer = ".".join(parts[:num_parts])
+                order_by_name[layer] = min(order, order_by_name.get(layer, order))
+    return order_by_name
 
 
 def _find_parent(name: str, rows: Mapping[str, MapRow]) -> MapRow | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,25 +169,39 @@ class _Joiner:
 
     def join_activations(self) -> None:
         """Join and write all tensors without placement, but for those of recomputed forward passes."""
-        tensors: dict[TensorKey, dict[int | None, list[_RankTensor]]] = {}
+        parts_by_key = self._group_activations()
+        for tensor_key in order_tensor_keys(self._reference):
+            for micro_batch, parts in parts_by_key.get(tensor_key, {}).items():
+                self._join_activation(tensor_key, micro_batch, parts)
+
+    def _group_activations(self) -> dict[TensorKey, dict[int | None, list[_RankTensor]]]:
+        """Return the ranks' parts of every tensor to join, by key without micro batch and then by micro batch."""
+        parts_by_key: dict[TensorKey, dict[int | None, list[_RankTensor]]] = {}
         for rank_capture in self._reference.ranks:
             for record in rank_capture.records:
-                if record.placement is None and not is_recomputed(record.tensor_key):
-                    tensor_key = msgspec.structs.replace(record.tensor_key, micro_batch=None)
-                    by_micro_batch = tensors.setdefault(tensor_key, {})
-                    by_micro_batch.setdefault(record.tensor_key.micro_batch, []).append(
-                        _RankTensor(rank_capture, record)
-                    )
-        for tensor_key in order_tensor_keys(self._reference):
-            for micro_batch, parts in tensors.get(tensor_key, {}).items():
-                if micro_batch is None:
-                    self._write_scalar(tensor_key, parts)
-                elif is_in_expert(tensor_key.name):
-                    self._join_expert_tensor(tensor_key, micro_batch, parts)
-                else:
-                    for data_rank in range(self._rank.data[1]):
-                        of_data_rank = [part for part in parts if part.rank.data[0] == data_rank]
-                        self._join_module_tensor(tensor_key, micro_batch, of_data_rank)
+                if record.placement is not None or is_recomputed(record.tensor_key):
+                    continue
+                micro_batch = record.tensor_key.micro_batch
+                tensor_key = msgspec.structs.replace(record.tensor_key, micro_batch=None)
+                parts_by_micro_batch = parts_by_key.setdefault(tensor_key, {})
+                parts = parts_by_micro_batch.setdefault(micro_batch, [])
+                parts.append(_RankTensor(rank_capture, record))
+        return parts_by_key
+
+    def _join_activation(
+        self, tensor_key: TensorKey, micro_batch: int | None, parts: Sequence[_RankTensor]
+    ) -> None:
+        """Join and write one tensor of one micro batch; None is the micro batch of tensors that belong to none."""
+        if micro_batch is None:
+            self._write_scalar(tensor_key, parts)
+            return
+        if is_in_expert(tensor_key.name):
+            self._join_expert_tensor(tensor_key, micro_batch, parts)
+            return
+        num_data_ranks = self._rank.data[1]
+        for data_rank in range(num_data_ranks):
+            parts_of_data_rank = [part for part in parts if part.rank.data[0] == data_rank]
+            self._join_module_tensor(tensor_key, micro_batch, parts_of_data_rank)
 
     def join_parameters(self) -> None:
         """Assemble and write parameters, gradients and optimizer states, each as one full tensor."""
@@ -216,18 +230,15 @@ class _Joiner:
         """Join and write a tensor outside of experts, from the ranks of one data-parallel rank."""
         part_by_ranks: dict[_RankPair, _RankTensor] = {}
         for part in parts:
-            part_by_ranks.setdefault((part.rank.context[0], part.rank.tensor[0]), part)
+            context_rank, tensor_rank = part.rank.context[0], part.rank.tensor[0]
+            part_by_ranks.setdefault((context_rank, tensor_rank), part)
         if not part_by_ranks:
             return
-        num_contexts, num_tensors = self._rank.context[1], self._rank.tensor[1]
         first = next(iter(part_by_ranks.values()))
         shape = first.record.shape
-        for context in range(num_contexts):
-            for tensor in range(num_tensors):
-                expected = part_by_ranks.get((context, tensor))
-                if expected is None or expected.record.shape != shape:
-                    self._note_missing(tensor_key, _NOT_EVERY_RANK)
-                    return
+        if not self._have_all_ranks_shape(part_by_ranks, shape):
+            self._note_missing(tensor_key, _NOT_EVERY_RANK)
+            return
         number = micro_batch * first.rank.data[1] + first.rank.data[0]
         numbered_tensor_key = msgspec.structs.replace(tensor_key, micro_batch=number)
         storage = (
@@ -238,21 +249,45 @@ class _Joiner:
             known = self._written[storage]
             self._writer.add_same(numbered_tensor_key, known, known.shape)
             return
-        sequence = self._find_sequence(shape)
-        joined_parts = []
-        for context in range(num_contexts):
-            of_context = [part_by_ranks[context, tensor] for tensor in range(num_tensors)]
-            joined = self._join_tensor_parallel(tensor_key, of_context, sequence)
-            if joined is not None:
-                joined_parts.append(joined)
-        full = None
-        if len(joined_parts) == num_contexts:
-            full = self._join_context_parallel(tensor_key, joined_parts, sequence)
+        full = self._join_ranks(tensor_key, part_by_ranks, self._find_sequence(shape))
         if full is None:
             obstacle = f"the reference's parts {list(shape)} follow no known split"
             self._note_missing(tensor_key, obstacle)
             return
         self._written[storage] = self._write(numbered_tensor_key, first.record, full)
+
+    def _have_all_ranks_shape(
+        self, part_by_ranks: Mapping[_RankPair, _RankTensor], shape: tuple[int, ...]
+    ) -> bool:
+        """Return True if every pair of context- and tensor-parallel rank has a part of a shape."""
+        for context_rank in range(self._rank.context[1]):
+            for tensor_rank in range(self._rank.tensor[1]):
+                part = part_by_ranks.get((context_rank, tensor_rank))
+                if part is None or part.record.shape != shape:
+                    return False
+        return True
+
+    def _join_ranks(
+        self,
+        tensor_key: TensorKey,
+        part_by_ranks: Mapping[_RankPair, _RankTensor],
+        sequence: _SequenceDimension | None,
+    ) -> Array | None:
+        """Return the full tensor: joined over tensor-parallel ranks, then over context-parallel ranks.
+
+        None means that the parts follow no known split.
+        """
+        joined_parts = []
+        for context_rank in range(self._rank.context[1]):
+            parts = [
+                part_by_ranks[context_rank, tensor_rank]
+                for tensor_rank in range(self._rank.tensor[1])
+            ]
+            joined = self._join_tensor_parallel(tensor_key, parts, sequence)
+            if joined is None:
+                return None
+            joined_parts.append(joined)
+        return self._join_context_parallel(tensor_key, joined_parts, sequence)
 
     def _join_tensor_parallel(
         self,

@@ -81,7 +81,7 @@ class Judgement:
     def carries_earlier(self) -> bool:
         """True if rounding in earlier iterations may explain the error of the first wrong tensor.
 
-        That is so for weights and optimizer states, unless their error is too large for rounding.
+        Weights and optimizer states can carry errors, unless their error is too large for rounding.
         """
         carried_stages = (CaptureStage.OPTIMIZER_STATE, CaptureStage.WEIGHTS)
         return (
@@ -94,8 +94,8 @@ class Judgement:
     def is_near_tolerance(self) -> bool:
         """True if the error of the first wrong tensor is below twice its tolerance.
 
-        False for tensors that must be equal bit for bit, for missing elements and for other faults without a
-        tolerance, and if all tensors are right.
+        The result is False if all tensors are right, and for faults without a tolerance, such as missing
+        elements.
         """
         if self.first is None or self.first.tolerance == 0:
             return False
@@ -184,8 +184,8 @@ def _check_equal_token_counts(capture: Capture) -> None:
 def _check_same_loss_scales(reference: Capture, strategy: Capture) -> None:
     """Raise an error if only one of the two runs skips an fp16 step because gradients overflow.
 
-    If gradients are near the largest fp16 number, the sums over the ranks of one layout may overflow while
-    those of the other layout do not.
+    If gradients are near the largest fp16 number, the sums of one layout may overflow while the sums of the
+    other layout do not.
 
     Raises:
         VerifyError: One run skips a step; the message names the iteration and a smaller loss scale.
@@ -344,18 +344,19 @@ def write_forced(
         with CaptureWriter(folder / rank_capture.folder.name) as writer:
             for record in rank_capture.first_records.values():
                 tensor_key = record.tensor_key
+                is_choice = tensor_key.slot.endswith(CHOICE)
+                is_module_input = _is_module_input(tensor_key)
                 values: Array | None = None
                 if tensor_key.slot in INITIAL_SLOTS:
                     part = ParameterPart(rank_capture, record)
                     if part.key in parts_by_key:
                         values = full_parameter(part.key)[part.region()]
-                elif tensor_key.slot.endswith(CHOICE) or (
-                    _is_module_input(tensor_key) and not start_alone
-                ):
+                elif is_choice or (is_module_input and not start_alone):
                     values = aligner.align(rank_capture, record).reference
-                if values is not None:
-                    encoded = encode_tensor(values, record.dtype)
-                    writer.add(tensor_key, record.dtype, shape=record.shape, values=encoded)
+                if values is None:
+                    continue
+                encoded = encode_tensor(values, record.dtype)
+                writer.add(tensor_key, record.dtype, shape=record.shape, values=encoded)
             writer.close(rank_capture.rank)
 
 
@@ -375,9 +376,9 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
     """Find out whether a module is wrong although its inputs are right, and return the new judgement.
 
     There are three results. If such a module exists, the first one is located and the judgement is confirmed.
-    If there is none and the first error is at most twice its tolerance, the errors of several modules have
-    added up: the judgement of `forced` is returned, with the first error as a note. If the first error is
-    larger, the judgement is returned as not confirmed.
+    Without such a module, a first error of at most twice its tolerance means that the errors of several modules
+    have added up. The judgement of `forced` is then returned, with the first error as a note. If the first
+    error is larger, the judgement is returned as not confirmed.
 
     Args:
         judgement: Judgement of the strategy with its computed tensors.
@@ -422,8 +423,8 @@ def count_seeds(judgement: Judgement, num_wrong: int, num_seeds: int) -> Judgeme
 def write_verdict(folder: Path, judgement: Judgement) -> None:
     """Write `verdict.json`, `junit.xml` with the same verdict, and `first.npz` into a folder.
 
-    `first.npz` holds the first wrong tensor and the reference's. It is left out if there is no such tensor,
-    or if the two are larger than 64 MiB.
+    `first.npz` holds the first wrong tensor and the reference's. The picture is left out if there is no wrong
+    tensor, or if both tensors together exceed 64 MiB.
     """
     folder.mkdir(parents=True, exist_ok=True)
     worst = judgement.first.worst if judgement.first else None

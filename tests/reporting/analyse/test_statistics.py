@@ -366,3 +366,19 @@ def test_an_interval_without_scatter_still_holds_its_median() -> None:
 def test_every_verdict_makes_a_sentence(verdict: TimeVerdict, sentence_text: str) -> None:
     assert verdict.against("tp2") == sentence_text
     assert verdict.is_clear == (verdict is TimeVerdict.SLOWER)
+
+
+# scipy.stats.t.ppf(0.975, freedom) of scipy 1.18.1.
+@pytest.mark.parametrize(
+    ("freedom", "quantile", "tolerance"),
+    [
+        (2, 4.302653, 1e-5),
+        (2.5, 3.574655, 0.02),
+        (3.7, 2.867521, 0.01),
+        (7.2, 2.351374, 0.002),
+        (21, 2.079614, 7e-4),
+        (30.5, 2.040869, 7e-4),
+    ],
+)
+def test_student_quantile_is_that_of_scipy(freedom, quantile, tolerance):
+    assert student_quantile(freedom) == pytest.approx(quantile, rel=tolerance)

@@ -3,13 +3,21 @@
 import json
 
 import pytest
+from matplotlib.figure import Figure
 
 from parakit.config.published import Published
 from parakit.logs.runs import find_run_folders, load_runs
 from parakit.reporting.analyse.report import build_report
 from parakit.reporting.canvas import evenly_spread_indexes, extreme_indexes
+from parakit.reporting.render.charts import draw_losses
 from parakit.reporting.render.headline import write_headline
-from parakit.reporting.render.plots import MAX_POINTS, MAX_SERIES, build_plots, encode_plots
+from parakit.reporting.render.plots import (
+    MAX_POINTS,
+    MAX_SERIES,
+    build_loss_plots,
+    build_plots,
+    encode_plots,
+)
 from parakit.reporting.render.sentences import write_sentences
 from parakit.reporting.render.tables import arguments_table
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
@@ -134,3 +142,22 @@ def test_text_of_a_log_cannot_end_the_script(tmp_path):
     text = encode_plots(build_plots(report))
     assert "<" not in text
     assert json.loads(text)["times"]["unit"] == "ms"
+
+
+def test_chart_of_losses_draws_the_curves_of_the_page(tmp_path):
+    for strategy, loss in (("dp2", 9.0), ("tp2", 7.0), ("baseline", 9.0)):
+        lines = "\n".join(iteration_line(n, loss=loss - n) for n in range(1, 8))
+        write_run(tmp_path, run_record(strategy, strategy), lines + "\n")
+    report, figure = report_of(tmp_path), Figure()
+    losses, differences = build_loss_plots(report.entries, merges=False)
+    draw_losses(figure, report.entries)
+    upper, lower = figure.axes
+    assert [list(line.get_ydata()) for line in upper.lines] == [curve.y for curve in losses.series]
+    assert [line.get_label() for line in upper.lines] == [curve.label for curve in losses.series]
+    drawn = lower.lines[: len(differences.series)]
+    assert [list(line.get_ydata()) for line in drawn] == [curve.y for curve in differences.series]
+    (shown,) = (plot for plot in build_plots(report) if plot.name == "losses")
+    assert {series.label.partition(" (")[0] for series in shown.series} <= {
+        series.label for series in losses.series
+    }
+    assert {series.label: series for series in losses.series}["tp2 ×2"] in shown.series

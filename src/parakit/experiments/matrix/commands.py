@@ -88,20 +88,21 @@ def select_families(
     for family in matrix.families:
         if requested_families and not _matches_any((family.name,), requested_families):
             continue
-        factors = {
-            factor: (levels[0], *filter(is_requested, levels[1:]))
-            for factor, levels in family.factors.items()
-        }
-        chosen_layouts = tuple(
-            layout
-            for layout in family.layouts
-            if not layouts or _matches_any((layout.name,), layouts)
-        )
-        has_requested_level = any(len(levels) > 1 for levels in factors.values())
-        if chosen_layouts and (not requested_levels or has_requested_level):
-            families.append(
-                msgspec.structs.replace(family, factors=factors, layouts=chosen_layouts)
+        factors = {}
+        for factor, levels in family.factors.items():
+            default, *other_levels = levels
+            factors[factor] = (default, *filter(is_requested, other_levels))
+        chosen_layouts = family.layouts
+        if layouts:
+            chosen_layouts = tuple(
+                layout for layout in family.layouts if _matches_any((layout.name,), layouts)
             )
+        lacks_levels = bool(requested_levels) and all(
+            len(levels) == 1 for levels in factors.values()
+        )
+        if chosen_layouts and not lacks_levels:
+            chosen = msgspec.structs.replace(family, factors=factors, layouts=chosen_layouts)
+            families.append(chosen)
     return tuple(families)
 
 

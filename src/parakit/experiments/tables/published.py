@@ -60,7 +60,7 @@ def announce_published(launches: Sequence[Launch]) -> str:
 
 
 def report_published(study: Study) -> int:
-    """Write the report of the study's six runs and print how many runs are complete.
+    """Write the report of the study's runs and print how many runs are complete.
 
     The report also shows the published figures.
 
@@ -75,7 +75,7 @@ def report_published(study: Study) -> int:
             f"{num_complete} of {total} runs ended well; repeat 'make reproduce' for the others."
         )
     else:
-        sentence = "All six runs ended well."
+        sentence = f"All {total} runs ended well."
     say(study.console, sentence)
     return code
 

@@ -80,6 +80,7 @@ NEAR_SEEDS = 3
 """Seeds with which an error near its tolerance is verified, the requested seed included."""
 FURTHER_LOSSES = {"auxiliary loss": "--moe-aux-loss-coeff", "z loss": "--moe-z-loss-coeff"}
 """Losses beside the model's own, by the flag whose value 0 switches each off."""
+_MOST_SHOWN_NOT_COMPARED = 5
 _PART_NAMES = {"begun": "strategy with the reference's routing and weights"}
 """Names of parts in error messages, where a part's name alone is unclear."""
 
@@ -285,9 +286,9 @@ def train_and_judge(verification: Verification, scratch: Path, train: Train) -> 
     """Train the runs of a verification with the function `train`, and return the judgement on their tensors.
 
     If all tensors held, the values that the logs print are compared, too. If the iteration begins with wrong
-    weights, the first iteration that differs is found by bisection, and the judgement is about that iteration. If an
-    error is near its tolerance, the strategy is verified with other seeds, too: rounding exceeds the tolerance with
-    few seeds, and a fault with all of them. Tensors are written to `scratch`.
+    weights, the first iteration that differs is found by bisection, and the judgement is about that iteration.
+    If an error is near its tolerance, the strategy is verified with other seeds too. Rounding exceeds the
+    tolerance with few seeds, and a fault exceeds it with all seeds. Tensors are written to `scratch`.
     """
     judgement = _IterationVerification(
         verification.iteration, verification, scratch, train
@@ -386,8 +387,9 @@ class _IterationVerification:
     def _judge_tensors(self) -> Judgement:
         """Train reference and strategy, and return the judgement on their tensors.
 
-        Further runs are trained if errors of earlier iterations may carry over, if expert choices or initial weights
-        differ, if an error may have spread from one module to others, or to name the wrong part of a gradient.
+        Further runs are trained in four cases: errors of earlier iterations may carry over, expert choices or
+        initial weights differ, an error may have spread from one module to others, or the wrong part of a
+        gradient is unknown.
 
         Raises:
             VerifyError: A run failed, or the tensors cannot be compared.
@@ -448,9 +450,9 @@ class _IterationVerification:
         """Return the judgement with the wrong part of a gradient as the kind of the error.
 
         The parts are the gradients of each micro batch and of each additional loss. The judgement is returned
-        unchanged if no part explains the error. The reference is trained once more to capture the gradient
-        of each micro batch. It is also trained once without each additional loss that the model has, with the
-        reference's inputs in every module, so that only the gradient of this loss is missing.
+        unchanged if no part explains the error. The reference is trained once more to capture the gradient of
+        each micro batch. For each additional loss of the model, the reference is also trained once without that
+        loss. All modules then get the reference's inputs, so that only the gradient of that loss is missing.
 
         Args:
             judgement: Judgement whose first wrong tensor is a gradient.
@@ -580,14 +582,15 @@ def _make_scratch_folder(folder: Path) -> Iterator[Path]:
 def _print_verdict(judgement: Judgement, results: Path, console: Console) -> None:
     """Print the verdict, the first wrong tensor, the compared and uncompared tensors, and the page's path.
 
-    Lines without content are left out. At most five lines name tensors that were not compared.
+    Lines without content are left out. At most `_MOST_SHOWN_NOT_COMPARED` lines name tensors that were not compared.
     """
     verdict = judgement.verdict
     verdict.show_outcome(console)
-    if verdict.verdict is VerifyOutcome.HELD and verdict.routing_flips:
-        say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
-    if verdict.verdict is VerifyOutcome.HELD and verdict.logged:
-        say(console, f"the logs: {verdict.logged}")
+    if verdict.verdict is VerifyOutcome.HELD:
+        if verdict.routing_flips:
+            say(console, f"  {verdict.routing_flips} routing choices within rounding differ")
+        if verdict.logged:
+            say(console, f"the logs: {verdict.logged}")
     if verdict.verdict is VerifyOutcome.DIFFERS:
         _print_difference(verdict, console)
     if verdict.in_fp32:
@@ -595,18 +598,29 @@ def _print_verdict(judgement: Judgement, results: Path, console: Console) -> Non
     if verdict.mode:
         say(console, f"compared: {verdict.mode}")
     if verdict.seen:
-        initial = (
-            f", and {verdict.initialised:,} own initial weights" if verdict.initialised else ""
-        )
-        counts = f"{verdict.compared:,} of {verdict.seen:,} tensors"
-        say(console, f"compared {counts} with {verdict.reference}'s{initial}")
-    for line in verdict.not_aligned[:5]:
-        # Layers and experts are shown as *, so that each name appears once; `verdict.json` has all of them.
-        names, _, reason = line.rpartition(": ")
-        pattern = r"\.(layers|local_experts)\.\d+"
-        shown = dict.fromkeys(re.sub(pattern, r".\1.*", names).split(" "))
-        say(console, f"not compared: {' '.join(shown)}: {reason}")
+        say(console, _describe_compared_tensors(verdict))
+    for line in verdict.not_aligned[:_MOST_SHOWN_NOT_COMPARED]:
+        say(console, f"not compared: {_shorten_tensor_names(line)}")
     say(console, f"→ {relative_to_root(results)}/verify.html")
+
+
+def _describe_compared_tensors(verdict: VerifyVerdict) -> str:
+    """Return how many of the strategy's tensors were compared, and how many of its own initial weights."""
+    text = f"compared {verdict.compared:,} of {verdict.seen:,} tensors with {verdict.reference}'s"
+    if verdict.initialised:
+        text += f", and {verdict.initialised:,} own initial weights"
+    return text
+
+
+def _shorten_tensor_names(line: str) -> str:
+    """Return a line `name name …: reason` in which the numbers of layers and experts are `*` and names come once.
+
+    `verdict.json` has all names.
+    """
+    names, _, reason = line.rpartition(": ")
+    without_numbers = re.sub(r"\.(layers|local_experts)\.\d+", r".\1.*", names)
+    distinct_names = dict.fromkeys(without_numbers.split(" "))
+    return f"{' '.join(distinct_names)}: {reason}"
 
 
 def _print_difference(verdict: VerifyVerdict, console: Console) -> None:

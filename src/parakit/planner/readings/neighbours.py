@@ -182,9 +182,9 @@ def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own_runs: OwnRuns) -> 
 def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
     """Return the published times of the most similar runs on the same device, with their predictions.
 
-    Each comes with its distance from the run, nearest first. It is predicted with constants that were fitted without
-    its source. Of repeated measurements of one configuration only the nearest is returned. At most `_MOST_NEIGHBOURS`
-    are returned, and none that is further away than `_MOST_DISTANCE`.
+    Each comes with its distance from the run, nearest first. It is predicted with constants that were fitted
+    without its source. If one configuration was measured several times, only the nearest measurement is
+    returned. At most `_MOST_NEIGHBOURS` are returned, and none that is further away than `_MOST_DISTANCE`.
     """
     near: list[tuple[float, Residual]] = []
     configurations: set[tuple[object, ...]] = set()
@@ -283,8 +283,11 @@ def _distance_in_doublings(
 
 
 def _describe_neighbour(item: Residual) -> str:
-    """Return size, devices, strategy, figure and error of a measurement, such as
-    `0.77B on 2 H200: 0.4372 s (predicted 2% too slow)`."""
+    """Return the run, source, figure and error of a measurement.
+
+    An example is `0.77B on 2 H200 in bf16, batch 64 (name of the source): 0.4372 s (predicted 2% too slow)`. A dtype or
+    batch that the source does not state is left out.
+    """
     measurement = item.measurement
     degrees = ((name.upper(), getattr(measurement, name) or 1) for name in ("tp", "pp", "cp"))
     strategy = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
@@ -293,7 +296,11 @@ def _describe_neighbour(item: Residual) -> str:
     value = measurement.value
     figure = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
     error = "within 1%" if abs(item.error) < 0.01 else _describe_error(item.error)
-    return f"{measurement.params_b:g}B on {devices}: {figure} {unit} (predicted {error})"
+    conditions = f" in {measurement.dtype}" if measurement.dtype else ""
+    if measurement.gbs:
+        conditions += f", batch {measurement.gbs:,}"
+    run = f"{measurement.params_b:g}B on {devices}{conditions} ({measurement.source})"
+    return f"{run}: {figure} {unit} (predicted {error})"
 
 
 def _describe_error(ratio: float) -> str:

@@ -5,6 +5,11 @@ autocorrelation (Politis & White 2004), order statistics for 6 to 19 samples, an
 Between runs: Student's t over the runs' medians from three runs on; for fewer runs, a scatter that is known of
 other repeats is assumed (`Scatter`), with the quantile of its degrees of freedom. A single run is
 assumed to scatter at least as much as the runs with which it is compared.
+
+scipy.stats is not used. It has Student's t and the binomial ranks, which are 30 lines here, and neither the block
+bootstrap nor its block length nor changes within a run. Its import takes 1.2 s of processor time (1.18.1; numpy's
+0.14 s) and 139 MB, and a report without the charts' packages would need the 30 lines all the same. For whole degrees
+of freedom the quantiles here differ from scipy's by less than 0.07%, and p-values by less than 0.004.
 """
 
 from __future__ import annotations

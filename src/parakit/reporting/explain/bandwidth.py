@@ -71,13 +71,14 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
             continue
         points: list[tuple[float, float]] = []
         unshaped_ms: list[float] = []
-        for other in entries:
-            if _curve_identity(other) == identity and other.time_ms is not None:
-                rate = _link_rate(other.run)
-                if rate:
-                    points.append((rate, other.time_ms))
-                else:
-                    unshaped_ms.append(other.time_ms)
+        for same_entry in entries:
+            if _curve_identity(same_entry) != identity or same_entry.time_ms is None:
+                continue
+            rate = _link_rate(same_entry.run)
+            if rate:
+                points.append((rate, same_entry.time_ms))
+            else:
+                unshaped_ms.append(same_entry.time_ms)
         backend = "" if spec.backend == Backend.MEGATRON else f"{spec.backend} "
         curves.append(
             RateCurve(

@@ -127,19 +127,21 @@ def compare_calls(
         predicted_calls[key].append(prediction)
         payload = _UNKNOWN_SIZE if key[0] in _ROUTED else prediction.payload_bytes
         surplus[*key, payload] -= prediction.calls
-    rows = tuple(
-        CallRow(
+    rows = []
+    for key in sorted({*measured_calls, *predicted_calls}):
+        measured, predicted = measured_calls[key], predicted_calls[key]
+        descriptions = dict.fromkeys(call.description for call in predicted)
+        row = CallRow(
             *key,
-            what="; ".join(dict.fromkeys(call.description for call in predicted_calls[key])),
-            measured_calls=sum(call.calls for call in measured_calls[key]),
-            predicted_calls=sum(call.calls for call in predicted_calls[key]),
-            measured_wire_bytes=sum(call.wire_bytes for call in measured_calls[key]),
-            predicted_wire_bytes=sum(call.wire_bytes for call in predicted_calls[key]),
+            what="; ".join(descriptions),
+            measured_calls=sum(call.calls for call in measured),
+            predicted_calls=sum(call.calls for call in predicted),
+            measured_wire_bytes=sum(call.wire_bytes for call in measured),
+            predicted_wire_bytes=sum(call.wire_bytes for call in predicted),
         )
-        for key in sorted({*measured_calls, *predicted_calls})
-    )
-    unattributed = (Unattributed(*kind, calls) for kind, calls in sorted(surplus.items()) if calls)
-    return CallComparison(rank.rank, rows, tuple(unattributed))
+        rows.append(row)
+    unattributed = [Unattributed(*kind, calls) for kind, calls in sorted(surplus.items()) if calls]
+    return CallComparison(rank.rank, tuple(rows), tuple(unattributed))
 
 
 @dataclass(frozen=True)

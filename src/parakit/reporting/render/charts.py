@@ -18,14 +18,15 @@ from parakit.reporting.canvas import (
     WIDTH_INCHES,
     Chart,
     add_grid,
+    chart_label,
     chart_labels,
     draw_chart,
     entry_colour,
     evenly_spread_indexes,
-    extreme_indexes,
 )
 from parakit.reporting.explain.bandwidth import draw_bandwidth, rate_curves
 from parakit.reporting.explain.routing import draw_routing, merge_routing_of_ranks
+from parakit.reporting.render.plots import Plot, build_loss_plots
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -42,7 +43,6 @@ MAX_TIMES = 40
 """Rows of the charts of times and memory."""
 _MAX_DOTS, _MIN_DOTS, _MAX_DOTS_OF_ALL_ROWS = 300, 50, 2000
 MAX_RANKS = 8
-_MAX_POINTS = 1000
 _GOLDEN_RATIO = 0.618034
 """Steps of this size, modulo 1, spread dots evenly and in the same way in every drawing."""
 
@@ -234,23 +234,22 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
 
 
 def draw_losses(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Draw the losses, and below them the differences from the reference if there are any."""
-    compared = loss_differences(entries)
-    if not compared:
-        _draw_curves(figure.add_subplot(), entries)
+    """Draw the plots of losses that the page has, the differences from the reference below the losses."""
+    losses, *differences = build_loss_plots(entries, merges=False)
+    if not differences:
+        _draw_curves(figure.add_subplot(), losses)
     else:
         figure.set_size_inches(WIDTH_INCHES, 4.6)
         upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(2.2, 1))
-        _draw_curves(upper, entries)
+        _draw_curves(upper, losses)
         upper.set_xlabel("")
-        for lane, difference in enumerate(compared):
+        compared = differences[0].series
+        for lane, series in enumerate(compared):
             # Most differences are exactly 0, so the rows are drawn a little beside one another.
             shift = 0.12 * (lane - (len(compared) - 1) / 2)
-            indexes = extreme_indexes(difference.units, _MAX_POINTS)
             look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3}
-            xs = [difference.iterations[index] + shift for index in indexes]
-            ys = [difference.units[index] for index in indexes]
-            lower.plot(xs, ys, color=entry_colour(difference.index), **look)
+            xs = [iteration + shift for iteration in series.x]
+            lower.plot(xs, series.y, color=entry_colour(series.colour), **look)
         lower.axhline(0, color=INK, linewidth=0.8, alpha=0.6)
         low, high = lower.get_ylim()
         lower.set_ylim(min(low, -2.2), max(high, 2.2))
@@ -261,27 +260,25 @@ def draw_losses(figure: Figure, entries: Sequence[Entry]) -> None:
         figure.legend(loc="outside right upper", handlelength=2.4)
 
 
-def _draw_curves(axes: Axes, entries: Sequence[Entry]) -> None:
-    """Draw the loss of each row, and mark where a run was resumed."""
-    for index, (entry, label) in enumerate(zip(entries, chart_labels(entries), strict=True)):
-        steps, losses = loss_points(entry.run)
-        indexes = extreme_indexes(losses, _MAX_POINTS)
+def _draw_curves(axes: Axes, plot: Plot) -> None:
+    """Draw the curves of a plot, and mark where a run was resumed."""
+    for index, series in enumerate(plot.series):
         # Equal curves lie on one another, so later ones are thinner and dashed, and all can be seen.
         axes.plot(
-            steps[indexes],
-            losses[indexes],
-            color=entry_colour(index),
-            linewidth=3.4 - 2.2 * index / max(1, len(entries) - 1),
+            series.x,
+            series.y,
+            color=entry_colour(series.colour),
+            linewidth=3.4 - 2.2 * index / max(1, len(plot.series) - 1),
             linestyle=(0, (4, index)) if index else "-",
-            label=label,
+            label=chart_label(series.label),
         )
-        for first in entry.run.restarts:
-            axes.axvline(first - 0.5, color=entry_colour(index), linewidth=0.9, linestyle=":")
-            look: dict[str, Any] = {"fontsize": "x-small", "verticalalignment": "top"}
-            look["transform"] = axes.get_xaxis_transform()
-            axes.text(first - 0.4, 0.98, "resumed", color=INK, **look)
+    for mark in plot.marks:
+        axes.axvline(mark.x - 0.5, color=INK, linewidth=0.9, linestyle=":")
+        look: dict[str, Any] = {"fontsize": "x-small", "verticalalignment": "top"}
+        look["transform"] = axes.get_xaxis_transform()
+        axes.text(mark.x - 0.4, 0.98, "resumed", color=INK, **look)
     axes.set_xlabel("iteration")
-    axes.set_ylabel("lm loss")
+    axes.set_ylabel(plot.unit)
     add_grid(axes)
 
 

@@ -96,8 +96,7 @@ def build_plots(report: Report) -> list[Plot]:
     unit = "of its median" if is_relative else "ms"
     plots = [
         _build_plot("times", "Iteration time", unit, entries, times, clip=True),
-        _build_plot("losses", "Loss", "lm loss", entries, loss_points),
-        _build_difference_plot(entries),
+        *build_loss_plots(entries),
         _build_plot(
             "grad-norm",
             "Gradient norm",
@@ -119,6 +118,20 @@ def build_plots(report: Report) -> list[Plot]:
     return [plot for plot in plots if plot is not None]
 
 
+def build_loss_plots(entries: Sequence[Entry], *, merges: bool = True) -> list[Plot]:
+    """Return the plots of the losses and of their differences from the references, without plots that have no curve.
+
+    The page and the chart `loss.svg` draw them.
+
+    Args:
+        entries: Rows of the report.
+        merges: True draws curves that coincide once, with their number. The page lists the rows elsewhere.
+    """
+    losses = _build_plot("losses", "Loss", "lm loss", entries, loss_points, merges=merges)
+    differences = _build_difference_plot(entries)
+    return [plot for plot in (losses, differences) if plot is not None]
+
+
 def encode_plots(plots: Sequence[Plot]) -> str:
     """Return the plots as JSON for a script element; characters that could end the element are escaped."""
     text = msgspec.json.encode({plot.name: plot for plot in plots}).decode()
@@ -133,6 +146,7 @@ def _build_plot(
     curve: Callable[[Run], Curve],
     *,
     clip: bool = False,
+    merges: bool = True,
 ) -> Plot | None:
     """Return the picture of one quantity; None if it has no curve or never changes.
 
@@ -143,6 +157,7 @@ def _build_plot(
         entries: Rows of the report.
         curve: Function that reads a run's iterations and values.
         clip: True draws values far beyond the others as arrows.
+        merges: False draws every curve, also those that coincide.
     """
     curves = {index: curve(entry.run) for index, entry in enumerate(entries)}
     curves = {index: (x, y) for index, (x, y) in curves.items() if len(x) > 1}
@@ -151,7 +166,7 @@ def _build_plot(
     if not curves or not changes:
         return None
     labels = entry_names(entries)
-    coinciding = _find_coinciding_curves(curves) if name in _MAY_COINCIDE else {}
+    coinciding = _find_coinciding_curves(curves) if merges and name in _MAY_COINCIDE else {}
     shown = [index for index in curves if index not in coinciding]
     drawn, num_coinciding = shown[:MAX_SERIES], Counter(coinciding.values())
     series = []
@@ -164,18 +179,19 @@ def _build_plot(
         if name == "losses":
             drawn_series = _add_means(drawn_series, *curves[index])
         series.append(drawn_series)
+    rows = [(entries[index].label, entries[index]) for index in drawn]
     marks: list[Mark] = []
     if name == "times":
-        rows = [(entries[index].label, entries[index]) for index in drawn]
         several = len(labels) > 1
         marks = [
             Mark(shift.iteration, f"{label}: {shift.text}" if several else shift.text)
             for label, row in rows
             for shift in row.changes_within_run
         ]
+    if name in _WITH_RESTARTS:
         resumed = ((label, at) for label, row in rows for at in row.run.restarts)
         marks += [Mark(at, f"{label} was resumed at iteration {at}") for label, at in resumed]
-        marks = sorted(marks[:MAX_MARKS], key=lambda mark: mark.x)
+    marks = sorted(marks[:MAX_MARKS], key=lambda mark: mark.x)
     picked = f" The first {len(drawn)} of {len(shown)} rows." if len(shown) > len(drawn) else ""
     text = f"{_TEXTS.get(name, f'{title} by iteration, of the newest run of each row.')}{picked}"
     overlap = name in _MAY_COINCIDE
@@ -203,6 +219,8 @@ _MIN_DISTANCE = 0.004
 _FAR = 4.0
 """Ratio of two rows' times from which on times are drawn relative to their medians."""
 _ALWAYS_DRAWN = ("times", "losses")
+_WITH_RESTARTS = ("times", "losses")
+"""Plots that mark where a run was resumed."""
 _MAY_COINCIDE = ("losses", "learning-rate", "loss-scale")
 _TEXTS = {
     "times": "Time of each iteration of the newest run of each row, without the first one after a start and"
