@@ -341,7 +341,9 @@ def test_nothing_in_a_common_state_is_run(tmp_path: Path) -> None:
 
     folder = dense_written(tmp_path / "a", dense_states(), trap=Touch())
     target.unlink(missing_ok=True)
-    with pytest.raises(ValueError, match=r"common\.pt calls pathlib\.Path\.touch when it is loaded"):
+    with pytest.raises(
+        ValueError, match=r"common\.pt calls pathlib\.Path\.touch when it is loaded"
+    ):
         moved(folder, "pp3", tmp_path / "b")
     assert not target.exists()
 

@@ -10,20 +10,20 @@ from parakit.config.files import read_yaml
 from parakit.experiments.tutorial.rows import FOLDER
 
 
-class Series(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PlottedLine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A line of a plot: pairs of a position and arithmetic over the rows (`claims.py`)."""
 
     name: str
     points: list[tuple[float, str]]
 
 
-class Plot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ChapterPlot(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One panel of a chapter's picture."""
 
     title: str
     x: str
     y: str
-    series: list[Series]
+    series: list[PlottedLine]
 
 
 class Exercise(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -41,7 +41,7 @@ class Chapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     title: str
     question: str
     answer: str
-    plots: list[Plot]
+    plots: list[ChapterPlot]
     lessons: dict[str, str]
     """Two sentences by the ids of runs, several ids with spaces between them."""
     exercises: list[Exercise]

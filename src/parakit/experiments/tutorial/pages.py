@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from parakit.experiments.tutorial.chapters import Chapter, Plot, read_chapters
+from parakit.experiments.tutorial.chapters import Chapter, ChapterPlot, read_chapters
 from parakit.experiments.tutorial.claims import (
     Claim,
     checks_of,
@@ -133,7 +133,7 @@ def draw_plots(chapter: Chapter, path: Path) -> None:
             _draw_plot(axes, plot)
 
 
-def _draw_plot(axes: object, plot: Plot) -> None:
+def _draw_plot(axes: object, plot: ChapterPlot) -> None:
     """Draw the series of a plot as lines with a marker per run, from 0 upwards."""
     from matplotlib.axes import Axes
 
