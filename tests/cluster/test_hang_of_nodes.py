@@ -117,7 +117,7 @@ def share(
 
 def clock(now: Callable[[], float]) -> SimpleNamespace:
     """Return a simulated clock for the watch on logs, because this machine may be slow to start ranks."""
-    return SimpleNamespace(monotonic=now, sleep=time.sleep)
+    return SimpleNamespace(monotonic=now, sleep=time.sleep, time_ns=time.time_ns)
 
 
 @pytest.mark.parametrize(

@@ -39,12 +39,14 @@ OLD = pythons()
 @pytest.mark.parametrize("python", OLD, ids=lambda path: path.split("/")[-3])
 def test_doctor_runs_on_a_bare_clone_with_an_old_python(python: str, tmp_path: Path) -> None:
     kit = tmp_path / "kit"
-    (kit / "src/parakit/cluster").mkdir(parents=True)
-    (kit / "tools").mkdir()
+    for folder in ("src/parakit/cluster", "src/parakit/config", "tools"):
+        (kit / folder).mkdir(parents=True)
     for name in (
         "src/parakit/__init__.py",
         "src/parakit/lazy.py",
         "src/parakit/cluster/__init__.py",
+        "src/parakit/config/__init__.py",
+        "src/parakit/config/reachable.py",
         "tools/any_python.sh",
         "tools/doctor.sh",
         "tools/setup.sh",
