@@ -18,7 +18,7 @@ from tests.reporting.factory import report_row
 
 def test_crossover_is_reported_between_the_two_deciding_sizes() -> None:
     assert describe_sweep(pair((110, 100), (200, 200.1), (1000, 1200))) == [
-        "On 1 CPU rank megatron overtakes native at 62.9M parameters [11.3M, 107.9M], between gpt2-tiny "
+        "On 1 CPU rank megatron overtakes native at 62.9M parameters [4.0M, 149.4M], between gpt2-tiny "
         "(3.4M) and gpt3-355m (354.9M); within noise of each other at gpt3-64m (63.8M)."
     ]
 
