@@ -145,8 +145,8 @@ _PARTS = {
 def describe_model_mismatch(folder: Path, shape: ModelShape, model: str) -> str | None:
     """Return a sentence on why a checkpoint does not fit a model; None if no misfit shows.
 
-    Only the newest checkpoint of Megatron's distributed format is looked at. None is also the answer for other
-    formats and for a checkpoint that cannot be read, because loading it reports the fault.
+    Only the newest checkpoint is looked at, and only if it has Megatron's distributed format. For other
+    formats, and for a checkpoint that cannot be read, the result is None: the load itself reports the fault.
 
     Args:
         folder: A folder of checkpoints.
@@ -185,7 +185,10 @@ def _list_stacked_shapes(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
 
 
 def _iterate_problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
-    """Yield a sentence for each fault; of Hugging Face's format only what could not be read."""
+    """Yield a sentence for each fault. For Hugging Face's format, only files that could not be read are faults.
+
+    Values are compared only if the description of the checkpoint has no fault.
+    """
     yield from contents.problems
     if contents.format == HUGGING_FACE:
         return
@@ -204,7 +207,8 @@ def _iterate_problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
 
 
 def _verify_checksums(contents: Contents) -> None:
-    """Read every piece; compare it with the kit's manifest if there is one, else with the files' checksums.
+    """Read the checkpoint, and compare it with the kit's manifest. Without a manifest, compare every piece with
+    its checksum.
 
     Raises:
         DamagedCheckpointError: A piece is not what was saved.
@@ -218,10 +222,11 @@ def _verify_checksums(contents: Contents) -> None:
 
 
 def _find_wrong_values(contents: Contents) -> Iterator[str]:
-    """Yield a sentence for each weight that was never written, misfit main weight, and unequal copy.
+    """Yield a sentence for each weight with wrong values, and for each unequal pair of copies.
 
-    The optimizer's update ends with a copy of its main weights to the weights. So main weights that are rounded
-    to the weights' dtype must equal the weights.
+    A weight is wrong if it is not finite, if a whole piece is 0 and so was never written, or if it differs from
+    its main weight. Main weights are the optimizer's fp32 copies. An update ends by copying them to the
+    weights, so rounded to the weights' dtype they must equal the weights.
     """
     folder, tensors = contents.folder, contents.stored.tensors
     for name, weight in tensors.items():
@@ -251,7 +256,11 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
 
 
 def _find_optimizer_misfits(contents: Contents) -> Iterator[str]:
-    """Yield a sentence for each weight without a moment, and each moment of another shape or no weight."""
+    """Yield a sentence for each moment of the optimizer that does not fit the weights.
+
+    Adam's moments are `exp_avg` and `exp_avg_sq`. A fault is a weight without a moment, a moment without a
+    weight, or a moment whose shape is not that of its weight. A checkpoint without moments has no such fault.
+    """
     weight_shapes = {name: weight.shape for name, weight in contents.weights.items()}
     shapes_by_moment: dict[str, dict[str, Shape]] = {}
     for name, shape in sorted(contents.shapes.items()):
@@ -285,9 +294,10 @@ class LoadVerdict:
 
 
 def replace_parallelism(spec: RunSpec, new: Parallelism) -> RunSpec:
-    """Return a run with another strategy.
+    """Return the run with the strategy `new` in place of its own.
 
-    The micro batch is lowered if the data-parallel ranks would not have enough samples for it.
+    If the global batch has too few samples for one micro batch per data-parallel rank, the micro batch is made
+    smaller.
     """
     samples_per_rank = spec.batch.global_batch_size // new.data or 1
     micro_batch_size = min(spec.batch.micro_batch_size, samples_per_rank)
@@ -306,7 +316,9 @@ def _has_expert_optimizer(parallelism: Parallelism) -> bool:
 
 
 def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
-    """Judge whether a strategy can load a checkpoint, by its arguments and by Megatron's rules.
+    """Judge by Megatron's rules whether a strategy can load a checkpoint. Nothing is loaded.
+
+    A checkpoint without arguments, of an unknown format or of another trainer gets the verdict 'not judged'.
 
     Raises:
         StrategyError: The strategy's name cannot be parsed.
@@ -374,7 +386,7 @@ def _list_load_flags(
 
 
 def _explain_unloadable(contents: Contents, new: Parallelism) -> Iterator[str]:
-    """Yield the reason why Megatron cannot load the checkpoint's format or tensors under a strategy, if there is one.
+    """Yield a sentence if Megatron cannot load the checkpoint's format or its tensors under the strategy `new`.
 
     The rules are those of Megatron 0.19 (`training/arguments.py: validate_args`). `--use-megatron-fsdp`
     takes only `--ckpt-format fsdp_dtensor`; a torch_dist checkpoint ends in `KeyError: 'model'`.

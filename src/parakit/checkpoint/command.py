@@ -28,10 +28,11 @@ def inspect_command(
         json: True to print JSON instead of text.
 
     Returns:
-        0 if the checkpoint has no fault, the strategy can load it and both checkpoints are one model; else 1.
+        0 if the checkpoint has no fault, the strategy can load it, and both checkpoints hold the same model;
+        else 1.
 
     Raises:
-        ValueError: A folder holds no checkpoint, or one of a format that is not read.
+        ValueError: A folder holds no checkpoint, or a checkpoint of a format that the kit does not read.
     """
     other = Path(compare).expanduser() if compare else None
     inspection = inspect_folder(
@@ -55,10 +56,10 @@ def reshard_command(ckpt: str, strategy: str, to: str, console: Console) -> int:
         ckpt: CKPT=, the folder of the checkpoint.
         strategy: STRATEGY=, the name of the other strategy.
         to: TO=, the folder to write, which must not exist.
-        console: Receives progress, the path of the result, and what its user must know.
+        console: Receives progress, the path of the result, and hints for the user who loads the result.
 
     Raises:
-        ValueError: The checkpoint cannot be resharded; one sentence.
+        ValueError: The checkpoint cannot be resharded. The message is one sentence with the reason.
     """
     contents = read_contents(ROOT / Path(ckpt).expanduser())
     # Importing torch takes much longer than reading the folder, so a wrong folder is refused before.

@@ -58,7 +58,8 @@ class _ReadableTensors:
 def compare_weights(first: Contents, second: Contents) -> list[TensorRelation]:
     """Compare every tensor of two checkpoints: weights first, then optimizer states, each by name.
 
-    A weight of one checkpoint alone is listed as such. An optimizer state of one checkpoint alone is left out.
+    A weight that only one checkpoint has is listed with the relation ONE_SIDED. An optimizer state that only
+    one checkpoint has is left out.
     """
     a, b = _open_tensors(first), _open_tensors(second)
     names = sorted(a.shapes.keys() | b.shapes.keys(), key=lambda name: ("optimizer" in name, name))
@@ -72,7 +73,7 @@ def compare_weights(first: Contents, second: Contents) -> list[TensorRelation]:
 
 
 def _open_tensors(contents: Contents) -> _ReadableTensors:
-    """Return shapes and a reader for the tensors of a checkpoint of any format."""
+    """Return the shapes of a checkpoint's tensors, and a function that reads a tensor. Any format is possible."""
     if contents.format != HUGGING_FACE:
         stored = contents.stored.tensors
         return _ReadableTensors(
@@ -88,9 +89,10 @@ def _open_tensors(contents: Contents) -> _ReadableTensors:
 
 
 def _compare_tensor(name: str, a: _ReadableTensors, b: _ReadableTensors) -> TensorRelation:
-    """Compare the tensors of one name; a stacked tensor layer by layer.
+    """Compare the two tensors of one name. A stacked tensor is compared layer by layer.
 
     For a stacked tensor the result describes the first layer that differs, and states how many layers differ.
+    If the second checkpoint has the same layers in another order, the result states this order.
     """
     if not is_stacked(name):
         return _compare_values(name, a.read(name, None), b.read(name, None))
@@ -125,7 +127,9 @@ def _different_shapes(name: str, a: Shape, b: Shape) -> TensorRelation:
 
 
 def _compare_values(name: str, a: Tensor, b: Tensor) -> TensorRelation:
-    """Compare the values of two tensors; of two vocabularies the rows that both have."""
+    """Compare the values of two tensors. If two vocabularies differ in size, only the rows that both have are
+    compared.
+    """
     is_padded = a.shape != b.shape
     if is_padded:
         if not name.endswith(VOCABULARY) or a.ndim != b.ndim:

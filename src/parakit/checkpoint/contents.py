@@ -136,7 +136,7 @@ class Contents:
 
 
 def read_contents(folder: Path) -> Contents:
-    """Read the description of a checkpoint.
+    """Read the description of a checkpoint, without the values of its tensors.
 
     Args:
         folder: The checkpoint's own folder (`iter_…`), a folder whose tracker file names the newest
@@ -249,7 +249,7 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
 
 
 def _remove_nemo_prefix(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Return the tensors under Megatron's names, without the prefix that NeMo 2 puts before the model's part."""
+    """Return the tensors under Megatron's names: without the prefix that NeMo 2 puts before names of the model."""
     if f"{_NEMO_PREFIX}{EMBEDDING}" not in tensors:
         return dict(tensors)
     return {
@@ -261,7 +261,8 @@ def _remove_nemo_prefix(tensors: Mapping[str, StoredTensor]) -> dict[str, Stored
 def _read_common_state(
     folder: Path, stored: StoredMetadata, checkpoint_format: str
 ) -> dict[str, Any]:
-    """Read the common state, which is identical on all ranks; of FSDP's format only arguments and iteration.
+    """Read the common state, which is identical on all ranks. Under FSDP's format this is only arguments and
+    iteration.
 
     Raises:
         DamagedCheckpointError: A torch_dist checkpoint has no such state, or it cannot be read.
@@ -298,7 +299,7 @@ def _refuse_function(file: str, function: str) -> str:
 
 
 def _find_unreadable(folder: Path, stored: StoredMetadata) -> Iterator[str]:
-    """Yield a sentence for each missing piece, misfit of pieces, and file that is too short for them."""
+    """Yield a sentence for each missing piece or file, for pieces that do not fit together, and for short files."""
     for name, tensor in stored.tensors.items():
         missing_pieces = sorted(tensor.sizes.keys() - tensor.parts.keys())
         if missing_pieces:
@@ -377,8 +378,8 @@ def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
 def _read_hugging_face(folder: Path) -> Contents:
     """Read a folder of safetensors with its config.json.
 
-    A damaged config.json is a problem. The config.json of an unknown model family is no problem; the reason
-    is kept in `unknown_model`.
+    A damaged config.json is listed in `problems`. An unknown model family is no problem, and its name and the
+    reason are in `unknown_model`.
     """
     from parakit.convert import ConversionError, TensorFolder, read_source
 

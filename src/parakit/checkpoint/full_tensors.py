@@ -133,7 +133,7 @@ def _has_equal_layers(arguments: Mapping[str, str]) -> bool:
 def stack_fsdp_tensors(stored: StoredMetadata, arguments: Mapping[str, str]) -> StoredMetadata:
     """Return the metadata of an FSDP checkpoint with its layers and experts stacked.
 
-    Layers are not stacked if they are of several kinds by Megatron's `arguments`.
+    If Megatron's `arguments` say that the layers are of several kinds, each layer keeps its own tensors.
     """
     pieces = []
     for raw_name, tensor in stored.tensors.items():
@@ -160,7 +160,7 @@ def stack_fsdp_tensors(stored: StoredMetadata, arguments: Mapping[str, str]) -> 
 def join_rank_files(
     folder: Path, ranks: Mapping[str, Any], arguments: Mapping[str, str]
 ) -> tuple[StoredMetadata, tuple[ReplicatedPiece, ...]]:
-    """Join the rank files of the format `torch` to full tensors.
+    """Join the rank files of the format `torch` to full tensors. The values are not read.
 
     Args:
         folder: The checkpoint's folder.
@@ -168,7 +168,7 @@ def join_rank_files(
         arguments: Megatron's arguments as it prints them.
 
     Returns:
-        The full tensors, and the pieces that further ranks hold of them.
+        The full tensors, and the copies: pieces that another rank already gave for the same part of a tensor.
     """
     files = {}
     for rank in ranks:
@@ -210,11 +210,11 @@ def _model_parallel_sizes(arguments: Mapping[str, str]) -> tuple[int, int, int]:
 
 
 def _describe_rank_tensors(content: Mapping[str, Any]) -> dict[str, DescribedTensor]:
-    """Return the weights in a rank's file, and the optimizer's states of them, by FSDP's names.
+    """Return the weights and the optimizer's states in a rank's file, by the names that FSDP gives them.
 
-    The optimizer numbers its parameters and does not name them. A parameter is taken for the first weight
-    of its shape that is still free, because a group has its parameters in the model's order. A state without
-    such a weight gets a name that says so.
+    The optimizer numbers its parameters and does not name them. A group has its parameters in the model's
+    order. Therefore each parameter gets the name of the first weight of its shape that no earlier parameter
+    got. If there is no such weight, the states get the name 'parameter N that is no weight here'.
     """
     chunks = (key for key in content if re.fullmatch(r"model\d*", str(key)))
     weights = dict(_flatten_tensors({key: content[key] for key in chunks}))
@@ -244,9 +244,9 @@ def _find_weight_of_shape(
     shape: Shape,
     is_expert: bool | None,
 ) -> str | None:
-    """Return the first of `names` whose weight has a shape and is an expert's or is none; None without such a weight.
+    """Return the first of `names` whose weight has the shape `shape`; None if there is no such weight.
 
-    `is_expert` is None if both kinds of weights count.
+    `is_expert` True accepts only weights of experts, False only other weights, and None both.
     """
     for name in names:
         is_of_kind = is_expert is None or (".experts." in name) == is_expert
@@ -258,9 +258,10 @@ def _find_weight_of_shape(
 def _list_groups(
     optimizer: Mapping[str, Any],
 ) -> Iterator[tuple[bool, list[dict[str, DescribedTensor]]]]:
-    """Yield, per parameter group, True if it is of experts, and the states of each parameter by name.
+    """Yield two values per parameter group: True for a group of experts, and a list of its parameters' states.
 
-    A parameter without any state is left out.
+    The list has one dictionary per parameter, with its state tensors by name. A parameter without any state is
+    left out.
     """
     inner = optimizer.get("optimizer", optimizer)
     states = inner.get("state") or {}
@@ -287,9 +288,9 @@ def _list_rank_pieces(
 ) -> Iterator[_StackablePiece]:
     """Yield the pieces of all ranks' files, with layers and experts numbered over the whole model.
 
-    Tensors that TP splits become pieces of the full tensor. Some tensors are neither known to be split by TP nor
-    known to be identical on all TP ranks. Such a tensor is stored once per rank, and its name begins with the
-    rank's folder (`mp_rank_00.…`).
+    Shards of a tensor that TP splits become pieces of the full tensor. For some tensors it is unknown whether
+    TP splits them or all TP ranks hold copies. Such a tensor is yielded once per rank, under a name that begins
+    with the rank's folder (`mp_rank_00.…`).
     """
     rules = _read_joining_rules(arguments)
     tensors_by_rank = {rank: _describe_rank_tensors(content) for rank, content in ranks.items()}
@@ -327,7 +328,7 @@ def _list_rank_pieces(
 
 @dataclass(frozen=True)
 class _JoiningRules:
-    """Rules for joining the tensors of ranks, from a checkpoint's arguments."""
+    """Rules by which the tensors of ranks are joined. They follow from the checkpoint's arguments."""
 
     tensor: int
     pipeline: int
@@ -339,7 +340,11 @@ class _JoiningRules:
     """True if the MLP is gated."""
 
     def name_full_tensor(self, name: str, rank: str) -> str:
-        """Return the full tensor's name for a rank's tensor; it begins with the rank's folder if it is not joined."""
+        """Return the name of the full tensor that a rank's tensor belongs to.
+
+        A tensor that is not joined with those of other ranks gets a name that begins with the rank's folder. If
+        the embedding is tied, the output layer gets the embedding's name.
+        """
         if self.is_tied:
             name = name.replace(OUTPUT, EMBEDDING)
         is_split = tensor_parallel_axis(name) is not None
@@ -357,7 +362,7 @@ class _JoiningRules:
 
 
 def _read_joining_rules(arguments: Mapping[str, str]) -> _JoiningRules:
-    """Return how the arguments of a checkpoint say that its tensors are joined."""
+    """Read the rules by which a checkpoint's tensors are joined from its arguments."""
     tensor, pipeline, _ = _model_parallel_sizes(arguments)
     return _JoiningRules(
         tensor,
@@ -369,9 +374,9 @@ def _read_joining_rules(arguments: Mapping[str, str]) -> _JoiningRules:
 
 
 def _number_over_model(stack_index: Shape, first_layer: int, first_expert: int) -> Shape:
-    """Return a tensor's layer and expert numbers over the whole model, from those within its rank.
+    """Convert a tensor's layer and expert number within its rank to the numbers in the whole model.
 
-    A tensor outside of layers has no number, and a tensor outside of experts has only that of its layer.
+    A tensor outside of layers has no number, and a tensor outside of experts has only the number of its layer.
     """
     first_numbers = (first_layer, first_expert)
     pairs = zip(stack_index, first_numbers, strict=False)
@@ -393,7 +398,7 @@ def _split_piece(
     num_ranks: int,
     halves: int,
 ) -> Iterator[_StackablePiece]:
-    """Yield the pieces that a rank's shard is of the full tensor.
+    """Yield the pieces of the full tensor that a rank's shard consists of: one, or two for a gated MLP.
 
     Args:
         piece: The shard as if it were the full tensor.
@@ -426,9 +431,10 @@ def _split_piece(
 def _find_first_layers(
     tensors_by_rank: Mapping[str, Mapping[str, Any]], pipeline: int
 ) -> dict[tuple[int, int], int]:
-    """Return the model's number of the first layer of each chunk, by chunk and pipeline stage.
+    """Return the number in the whole model of each chunk's first layer, by chunk and pipeline stage.
 
-    Chunk 0 of all stages comes first, then chunk 1 of all stages, as Megatron interleaves them.
+    The layers of chunk 0 of all stages come first, then the layers of chunk 1 of all stages, as Megatron
+    interleaves them.
     """
     layer_counts = dict[tuple[int, int], int]()
     for rank, tensors in tensors_by_rank.items():
@@ -464,7 +470,7 @@ def _parse_chunk(raw_name: str) -> int:
 
 
 def _parse_name(raw_name: str) -> _CanonicalName:
-    """Return the name that torch_dist has for a tensor, and its index in the stacked tensor."""
+    """Convert a tensor's name to its name in the format torch_dist, with its index in the stacked tensor."""
     moment = _MOMENT.fullmatch(raw_name)
     name = _WRAPPED.sub("", moment[1] if moment else raw_name)
     if name.startswith(_LEGACY_MODEL):
@@ -503,9 +509,11 @@ def _keep_layer_number(piece: _StackablePiece) -> _StackablePiece:
 def _join_pieces(
     pieces: Iterable[_StackablePiece], *, stacks_layers: bool
 ) -> tuple[dict[str, StoredTensor], tuple[ReplicatedPiece, ...]]:
-    """Return full tensors by name, and the pieces at an index that an earlier piece has already.
+    """Join pieces to full tensors, by name, and return these together with the copies.
 
-    With `stacks_layers` False the number of a layer stays in the name, and each layer has its own tensors.
+    If several pieces have the same name and begin at the same element, the first one becomes part of the full
+    tensor, and each later piece is returned as a copy. With `stacks_layers` False the number of a layer stays
+    in the name, and each layer has its own tensors.
     """
     pieces_by_name = dict[str, list[_StackablePiece]]()
     for stackable in pieces:
@@ -529,7 +537,7 @@ def _join_pieces(
 
 
 def _flatten_tensors(tree: Any, prefix: str = "") -> Iterator[tuple[str, DescribedTensor]]:
-    """Yield the tensors of nested dictionaries with their keys joined by dots; drop everything else."""
+    """Yield the tensors in nested dictionaries, each with its keys joined by dots. Other values are left out."""
     for key, value in tree.items():
         name = f"{prefix}{key}"
         if isinstance(value, DescribedTensor):

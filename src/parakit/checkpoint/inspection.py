@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, repr=False)
 class CheckpointInspection(PresentedTable):
-    """Contents and faults of a checkpoint, what can load it, and how another checkpoint differs."""
+    """Result of an inspection: contents and faults of a checkpoint, a verdict on loading, and a comparison."""
 
     contents: Contents
     problems: tuple[str, ...]
@@ -97,7 +97,7 @@ class CheckpointInspection(PresentedTable):
 def inspect_folder(
     folder: Path, *, compare: Path | None = None, strategy: str | None = None, verify: bool = False
 ) -> CheckpointInspection:
-    """Inspect a checkpoint; compare it with another checkpoint if neither has a fault.
+    """Inspect a checkpoint, and compare it with another checkpoint if both have no fault.
 
     Args:
         folder: A checkpoint's folder, or a folder that holds checkpoints or a run.
@@ -106,7 +106,7 @@ def inspect_folder(
         verify: True to read every piece and compare it with its checksum.
 
     Raises:
-        ValueError: A folder holds no checkpoint, or one of a format that is not read.
+        ValueError: A folder holds no checkpoint, or a checkpoint of a format that the kit does not read.
     """
     contents = read_contents(folder)
     problems = find_problems(contents, verify)

@@ -36,7 +36,7 @@ class UnknownFormatError(ValueError):
 
 @dataclass(frozen=True)
 class LocatedCheckpoint:
-    """The folder of a checkpoint, and arguments that are stored beside it."""
+    """The folder of a checkpoint, with the arguments and the trainer that files beside the checkpoint name."""
 
     folder: Path
     arguments: Mapping[str, str]
@@ -46,7 +46,7 @@ class LocatedCheckpoint:
 
 
 def locate_checkpoint(folder: Path) -> LocatedCheckpoint:
-    """Return the checkpoint that a folder holds or is.
+    """Find the checkpoint that a folder contains, or return the folder itself if it is a checkpoint.
 
     Args:
         folder: A checkpoint's own folder, the folder above it, the folder of a run of this kit, a model `hub/NAME`,
@@ -113,9 +113,9 @@ def _list_choices(folder: Path) -> str:
 
 
 def _find_subfolder(folder: Path) -> Path:
-    """Return the folder below `folder` in which NeMo 2 or torchtitan put a checkpoint; else the folder itself.
+    """Return the subfolder in which NeMo 2 or torchtitan stored a checkpoint; without one, `folder` itself.
 
-    Of several steps of torchtitan the last complete one is taken.
+    If torchtitan stored several steps, the last complete step is taken.
     """
     if (folder / NEMO_WEIGHTS / METADATA).exists():
         return folder / NEMO_WEIGHTS
@@ -128,10 +128,9 @@ def _find_subfolder(folder: Path) -> Path:
 
 
 def _refuse_deepspeed(folder: Path) -> None:
-    """Raise an error if the folder is DeepSpeed's, or holds DeepSpeed's checkpoints.
+    """Raise an error if the folder is a checkpoint of DeepSpeed or contains one.
 
-    Raises:
-        UnknownFormatError: It is, or it does.
+    Raises: UnknownFormatError: The message names the file by which DeepSpeed was recognised.
     """
     patterns = (
         "*_model_states.pt",
@@ -148,7 +147,11 @@ def _refuse_deepspeed(folder: Path) -> None:
 
 
 def _read_args_files(folder: Path) -> dict[str, str]:
-    """Return the flags of a model of this kit as arguments; empty if the folder holds no such file."""
+    """Return the flags in the folder's `.args` files as arguments: `--num-layers 2` becomes `num_layers: 2`.
+
+    A flag without a value gets 'True', and a flag with several values keeps the last. Without such a file, the
+    result is empty.
+    """
     arguments: dict[str, str] = {}
     for path in sorted(folder.glob("*.args")):
         flag = ""
@@ -174,7 +177,10 @@ _BRIDGE_SECTIONS = ("model", "train", "ddp", "tokenizer")
 
 
 def _read_bridge_arguments(path: Path) -> dict[str, str]:
-    """Return the arguments in the `run_config.yaml` of Megatron-Bridge; empty if the file is damaged."""
+    """Read Megatron's arguments from the `run_config.yaml` of Megatron-Bridge; empty if the file cannot be read.
+
+    All values are texts, by the name of Megatron's argument.
+    """
     import yaml
 
     try:

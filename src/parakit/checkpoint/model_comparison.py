@@ -43,7 +43,7 @@ class _StoredForm:
 
 
 def compare_with_model(contents: Contents, shape: ModelShape) -> ModelComparison:
-    """Compare the weights of a checkpoint with a model; the values are not read."""
+    """Compare the names and shapes of a checkpoint's weights with a model. The values are not read."""
     problems = list[str]()
     compared_names = set[str]()
     shapes = {_RANK_PREFIX.sub("", name): tensor.shape for name, tensor in contents.weights.items()}
@@ -90,7 +90,7 @@ def compare_with_model(contents: Contents, shape: ModelShape) -> ModelComparison
 
 
 def _list_stored_forms(tensor: ModelTensor, has_stacked_layers: bool) -> Iterator[_StoredForm]:
-    """Yield the forms in which a checkpoint stores a tensor: one, or one per layer if layers are not stacked."""
+    """Yield name and shape under which a checkpoint stores a tensor; one pair per layer if layers are not stacked."""
     if not tensor.layers:
         yield _StoredForm(tensor.names, tensor.shape)
     elif has_stacked_layers:
@@ -132,7 +132,7 @@ def _find_left_over(
 ) -> Iterator[str]:
     """Yield a sentence for each tensor among `names` that other models have, and this model does not.
 
-    Tensors that no model has are passed over: a user's own module may have made them.
+    Tensors that no known model has give no sentence, because a user's own module may have made them.
     """
     if not is_described(shape):
         return

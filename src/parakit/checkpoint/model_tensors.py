@@ -74,7 +74,7 @@ def is_described(shape: ModelShape) -> bool:
 
 @cache
 def known_tensor_names() -> frozenset[str]:
-    """Return the names that `list_model_tensors` gives a tensor of any model, without numbers of layers."""
+    """Return all names that `list_model_tensors` can give to a tensor of some model, without layer numbers."""
     plain = ModelShape(
         layers=1,
         hidden=4,
@@ -134,7 +134,7 @@ def _iterate_tensors(shape: ModelShape) -> Iterator[ModelTensor]:
 
 
 def _iterate_layer_tensors(shape: ModelShape) -> Iterator[ModelTensor]:
-    """Yield the tensors of one layer with attention and an MLP or experts; names begin in the layer."""
+    """Yield the tensors of one layer with attention and an MLP or experts. Names are relative to the layer."""
     # Layers with latent attention do not rename their norms, so that is the name to look for first.
     preferred = -1 if shape.latent else 1
     yield from _norm(shape, _INPUT_NORM[::preferred])
@@ -179,7 +179,7 @@ def _attention(shape: ModelShape) -> Iterator[ModelTensor]:
 
 
 def _latent_attention(shape: ModelShape, latent: LatentAttention) -> Iterator[ModelTensor]:
-    """Yield the projections of latent attention, and the norms of its ranks."""
+    """Yield the projections of latent attention, and the norms of its compressed queries and keys."""
     module, hidden, key_rank = "self_attention", shape.hidden, latent.key_value_rank
     query_rows = shape.heads * (latent.head_width + latent.rotary_width)
     key_value_rows = shape.heads * (latent.head_width + latent.value_width)

@@ -58,9 +58,9 @@ def parallelism_arguments(parallelism: Parallelism) -> dict[str, Any]:
 def padding_multiple(
     multiple: int, vocabulary_rows: int, new: Parallelism, old: Parallelism
 ) -> int:
-    """Return the `--make-vocab-size-divisible-by` under which the new strategy pads to the same rows.
+    """Return the value of `--make-vocab-size-divisible-by` with which the new strategy pads to the same rows.
 
-    Padding rows take part in the softmax, so another number of rows would be another model.
+    Padding rows take part in the softmax, so a vocabulary with another number of rows is another model.
 
     Args:
         multiple: The flag's value under the old strategy. Megatron multiplies it by TP.
@@ -152,10 +152,10 @@ def _inner_optimizer(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split_off_experts(entry: dict[str, Any], has_biases: bool) -> list[dict[str, Any]]:
-    """Return two entries made of one: the entry itself, and one for the optimizer of experts.
+    """Split an optimizer entry into two: the entry itself, and an entry for the optimizer of experts.
 
-    Experts get a copy of each parameter group. The groups without weight decay hold biases and norms, so
-    experts have them only if the model `has_biases`.
+    The entry of experts has copies of the parameter groups. Groups without weight decay hold biases and norms,
+    so they are copied only if the model has biases.
     """
     inner = _inner_optimizer(entry)
     expert_groups = [
@@ -172,7 +172,7 @@ def _split_off_experts(entry: dict[str, Any], has_biases: bool) -> list[dict[str
 
 
 def _to_distributed_entry(entry: dict[str, Any]) -> dict[str, Any]:
-    """Return an optimizer entry in the distributed optimizer's form: the step moves into the groups."""
+    """Convert an optimizer entry to the form of the distributed optimizer, which has the step in each group."""
     inner = _inner_optimizer(entry)
     step = inner.get("state", {}).get("common_step")
     step_of_group = {} if step is None else {"step": int(_read_scalar(step))}
@@ -184,10 +184,10 @@ def _to_distributed_entry(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _to_plain_entry(entry: dict[str, Any], is_half_precision: bool) -> dict[str, Any]:
-    """Return an optimizer entry in the form of an optimizer that is not distributed.
+    """Convert an optimizer entry to the form of an optimizer that is not distributed.
 
-    PyTorch's Adam, whose groups have `maximize`, gets the step as `common_step`. Transformer Engine's Adam
-    keeps the step in its groups.
+    PyTorch's Adam is recognised by the key `maximize` in its groups, and gets the step as `common_step`.
+    Transformer Engine's Adam keeps the step in its groups.
     """
     groups = [dict(group) for group in _inner_optimizer(entry)["param_groups"]]
     inner: dict[str, Any] = {"param_groups": groups}
@@ -213,7 +213,10 @@ def _read_scalar(tensor: Any) -> float:
 
 
 def _make_scalar(value: float) -> StandIn:
-    """Return a stand-in for a tensor of one fp32 element, with the names that `torch.save` writes."""
+    """Return a stand-in that pickles as a tensor with the fp32 element `value`.
+
+    It names the same classes and functions as a pickle of `torch.save`, so torch need not be imported.
+    """
     storage_class = make_stand_in("torch", "FloatStorage")
     storage = SavedStorage(
         ("storage", storage_class, _STEP_KEY, "cpu", 1), struct.pack("<f", value)

@@ -99,7 +99,7 @@ class ReshardError(ValueError):
 
 @dataclass(frozen=True)
 class _TargetPiece:
-    """A piece of a tensor as it is written, and the tensor of the source."""
+    """A piece of a tensor to write, with the tensor of the source checkpoint that its values are read from."""
 
     name: str
     source: StoredTensor
@@ -125,16 +125,17 @@ def reshard(contents: Contents, strategy: str, to: str, console: Console) -> int
     """Write a checkpoint as another strategy would have saved it, and return 0.
 
     The files are first written to a hidden folder beside the target, which is renamed at the end. So the target
-    is complete or does not exist. The hidden folder stays if the command is interrupted.
+    is complete or does not exist. If the command is interrupted, the hidden folder stays, and the same command
+    continues from it.
 
     Args:
         contents: The checkpoint.
         strategy: STRATEGY=, the name of the other strategy.
         to: TO=, the folder to write, which must not exist.
-        console: Receives progress, the path of the result, and what its user must know.
+        console: Receives progress, the path of the result, and hints for the user who loads the result.
 
     Raises:
-        ValueError: The checkpoint cannot be resharded; one sentence.
+        ValueError: The checkpoint cannot be resharded. The message is one sentence with the reason.
     """
     target = ROOT / Path(to).expanduser()
     new = _parse_target_strategy(contents, strategy)
@@ -193,7 +194,8 @@ def _parse_target_strategy(contents: Contents, strategy: str) -> Parallelism:
     """Parse STRATEGY=, and check that the checkpoint can be converted to it.
 
     Raises:
-        ReshardError, StrategyError: The checkpoint or the strategy does not allow it; one sentence.
+        ReshardError, StrategyError: The checkpoint or the strategy does not allow the conversion; one sentence
+            says why.
     """
     spec = contents.spec
     if contents.format != TORCH_DIST:
@@ -264,7 +266,9 @@ def _begin_or_continue(unfinished: Path, job: _ReshardJob) -> None:
 
 
 def _check_result(folder: Path, source: Contents, new: Parallelism) -> None:
-    """Read the written checkpoint and compare its strategy and weights' shapes with what they must be.
+    """Read the written checkpoint, and check that it has no fault, the strategy `new`, and the source's weights.
+
+    Names, shapes and dtypes of the weights are compared, not their values.
 
     Raises:
         ReshardError: The written checkpoint is not the source under the new strategy.
@@ -344,7 +348,7 @@ class _ReshardPlan:
 
     @property
     def notes(self) -> Iterator[str]:
-        """Sentences that a user must know to load the result."""
+        """Hints for the user who loads the result, one sentence each; none if there is nothing to observe."""
         old, new = self._old, self._new
         rows = self._contents.vocabulary_rows
         if new.tensor != old.tensor and rows:
@@ -422,8 +426,9 @@ class _ReshardPlan:
     def _split_axis(self, name: str, num_stacked: int) -> tuple[int, int]:
         """Return the dimension along which TP of the new strategy splits a tensor, and the number of pieces.
 
-        The first `num_stacked` dimensions stand for layers and experts. For a tensor that TP does not split, the
-        result is the dimension after them, and 1 piece. Gate and value of a gated MLP are separate pieces.
+        The first `num_stacked` dimensions stand for layers and experts. A tensor that TP does not split gives
+        the next dimension and 1 piece. A gated MLP gives two pieces per TP rank, one for the gate and one for
+        the value.
         """
         axis = tensor_parallel_axis(name)
         if axis is None:
@@ -477,9 +482,10 @@ def _write_file(
     source: Path,
     progress: ConversionProgress,
 ) -> list[StoredPart]:
-    """Write a file of pieces, check it by reading it back, and return where each piece is stored in it.
+    """Write pieces into one file, check the file by reading it back, and return where each piece is stored.
 
-    The result is also written beside the file as its index. A file that has an index already is not written again.
+    The result is also written beside the file as an index (`NAME.json`). If the index exists already, an
+    earlier attempt has completed the file, so it is not written again.
 
     Raises:
         ReshardError: A piece is not read as it was written.

@@ -33,11 +33,10 @@ FP8_RECIPE_BYTES = {
 
 
 def layer_activation_bytes(spec: RunSpec) -> int:
-    """Return the bytes that one layer of one rank stores per micro batch, on the device or on its
-    host.
+    """Return the bytes that one layer stores on one rank per micro batch, for its backward.
 
-    They are the layer's input and all tensors that backward does not recompute. With full
-    recomputation they are the input of one checkpoint.
+    Tensors that are offloaded to the host are counted too. Counted are the layer's input and all tensors that
+    backward does not recompute. With full recomputation only the input of one checkpoint is counted.
     """
     if not spec.recompute.is_full:
         return _layer_bytes(spec.one_layer_per_stage)
@@ -87,10 +86,10 @@ def chunk_activation_bytes(spec: RunSpec, layers: int, dense: int = 0) -> int:
 
 def recomputed_bytes(spec: RunSpec, layers: int = 1) -> int:
     """Return the bytes by which recomputation in backward raises the peak of a virtual stage of
-    `layers` layers; 0 if nothing is recomputed.
+    `layers` layers.
 
-    Backward reaches the recomputed layers last. Activations of layers that it has freed by then
-    make room for one checkpoint's layers, which are recomputed together.
+    The result is 0 if nothing is recomputed. The layers of one checkpoint are recomputed together. Backward
+    reaches the recomputed layers last, so the activations that backward has freed by then are subtracted.
     """
     if spec.recompute == Recompute.NONE:
         return 0
@@ -131,11 +130,13 @@ def offloaded_bytes(spec: RunSpec, layers: int, first: bool = False) -> Offloade
     """Return the bytes that a virtual stage of `layers` layers offloads to the host per micro
     batch.
 
-    Groups of tensors, one per module and layer, are offloaded in forward's order up to the
-    requested fraction. With `first`, for the micro batch and virtual stage that backward begins
-    with, the last group of each module stays on the device
-    (`PipelineOffloadManager.post_warmup_callback`). If full layers are offloaded, they go from the
-    first layer on (Transformer Engine, `cpu_offload.py`).
+    Without offloading all figures are 0. Each module of each layer has one group of tensors. Groups are
+    offloaded in forward's order up to the requested fraction. If full layers are offloaded instead, offloading
+    begins with the first layer (Transformer Engine, `cpu_offload.py`).
+
+    Args:
+        first: True for the micro batch and virtual stage with which backward begins. The last group of each
+            module then stays on the device (`PipelineOffloadManager.post_warmup_callback`).
     """
     groups = _offloaded_modules(spec)
     if not groups:
@@ -154,7 +155,10 @@ def offloaded_bytes(spec: RunSpec, layers: int, first: bool = False) -> Offloade
 
 
 def _offloaded_modules(spec: RunSpec) -> list[Offloaded]:
-    """Return the offloaded bytes of one layer by module, in forward's order."""
+    """Return the offloaded bytes of one layer, one entry per module, in forward's order.
+
+    Modules without an offloaded tensor have no entry. The list is empty without offloading.
+    """
     offload = spec.offload
     if not offload:
         return []
@@ -212,10 +216,14 @@ def _stored_tensor(
 def _linear_input(
     spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str
 ) -> _Tensor:
-    """Return the input of a linear layer as stored for the gradient of its weight.
+    """Return the stored input of a linear layer, from which backward computes the weight's gradient.
 
-    A quantised input is stored only in the layout that backward reads (Transformer Engine,
+    With FP8 only the quantised input is stored, in the layout that backward reads (Transformer Engine,
     `pytorch/module/linear.py`).
+
+    Args:
+        modules: Modules whose recomputation also recomputes this input, so that it need not be stored.
+        savers: Modules that store the input and can offload it.
     """
     if not spec.fp8_recipe:
         return _stored_tensor(spec, elements, modules, *savers)
@@ -223,7 +231,10 @@ def _linear_input(
 
 
 def _tensors(spec: RunSpec) -> Iterator[_Tensor]:
-    """Yield the stored tensors of a layer of one kind, its input first."""
+    """Yield the tensors that one layer stores for backward, the layer's input first.
+
+    The layer of `spec` has one kind of blocks: attention with MLP or experts, Mamba, or multi-token prediction.
+    """
     if spec.shape.blocks == MTP:
         yield from _mtp_joining_tensors(spec)
         return
@@ -247,10 +258,10 @@ _SEPARATE_NORM = ("layernorm",)
 
 
 def norm_modules(spec: RunSpec) -> tuple[tuple[str, ...], ...]:
-    """Return, for each norm of a layer of one kind, the modules that recompute its output.
+    """Return one tuple per norm of a layer: the modules whose recomputation recomputes the norm's output.
 
-    Transformer Engine's dense linear layers contain the preceding norm. There `layernorm`
-    recomputes nothing (`gpt_layer_specs.py`: `IdentityOp`), and `mlp` recomputes the norm too.
+    Transformer Engine's dense linear layers contain the preceding norm. For such a norm `layernorm`
+    recomputes nothing (`gpt_layer_specs.py`: `IdentityOp`), and `mlp` recomputes the norm before the MLP.
     Norms before experts and latent attention are layers of their own.
     """
     shape = spec.shape
@@ -276,9 +287,10 @@ def norm_steps(spec: RunSpec) -> int:
 
 
 def _norm_and_dropout_tensors(spec: RunSpec) -> Iterator[_Tensor]:
-    """Yield inputs and outputs of norms and masks of dropouts, which SP splits and TP does not.
+    """Yield the stored inputs and outputs of norms, and the stored masks of dropouts.
 
-    Outputs are inputs of linear layers and may be quantised; the input of a router is not.
+    Sequence parallelism splits these tensors, and tensor parallelism alone does not. A norm's output is the
+    input of a linear layer and may be stored in FP8. The input of a router is not quantised.
     """
     elements = spec.micro_batch_tokens * spec.shape.hidden // spec.sequence_shards
     steps = norm_steps(spec)
@@ -304,16 +316,15 @@ def _norm_and_dropout_tensors(spec: RunSpec) -> Iterator[_Tensor]:
 
 
 def _mtp_joining_tensors(spec: RunSpec) -> Iterator[_Tensor]:
-    """Yield the stored tensors of a layer of multi-token prediction besides those of its
+    """Yield the stored tensors that a layer of multi-token prediction adds to those of its
     transformer layer.
 
     Three norms store their inputs: embeddings, preceding hidden states and the layer's output. The projection
-    stores its input, which is twice as wide. The output layer has one input for all MTP layers, of which each
-    layer counts its part (`multi_token_prediction.py`). With recomputation, only the first two norms' inputs
-    and the output layer's input are stored; one of them is counted with the layer.
+    stores its input, which is twice as wide as the hidden state. All MTP layers share one input of the output
+    layer, and each MTP layer counts its own part (`multi_token_prediction.py`).
 
-    The layer's input is a view of the projection's output, which sequence parallelism does not
-    split.
+    The transformer layer's input is a view of the projection's output. Sequence parallelism does not split that
+    output, so the full output is stored.
     """
     elements = spec.micro_batch_tokens * spec.shape.hidden
     elements_per_rank = elements // spec.sequence_shards
@@ -323,10 +334,11 @@ def _mtp_joining_tensors(spec: RunSpec) -> Iterator[_Tensor]:
 
 
 def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
-    """Yield the stored tensors of a Mamba-2 mixer: outputs of the input projection and of the scan,
-    and the output projection's input.
+    """Yield the stored tensors of a Mamba-2 mixer.
 
-    Backward recomputes convolution and states (`mamba_ssm: mamba_split_conv1d_scan_combined`).
+    The first entry counts the input projection's output together with the scan's output. The second entry is the
+    input of the output projection. Backward recomputes convolution and states, which are therefore not stored
+    (`mamba_ssm: mamba_split_conv1d_scan_combined`).
     """
     tokens, tensor = spec.micro_batch_tokens, spec.parallelism.tensor
     yield _stored_tensor(spec, tokens * (mamba.projected_columns + mamba.width) // tensor)
@@ -354,12 +366,11 @@ def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
 
 
 def _stores_full_projection(spec: RunSpec) -> bool:
-    """Return True if Q and K are stored twice: before rotation in the projection's output, and
-    rotated.
+    """Return True if Q and K are stored twice: unrotated in the projection's output, and rotated.
 
-    The projection's output stays because V is a view of it. Transformer Engine's attention copies V
-    (`dot_product_attention/utils.py: get_qkv_layout`), as does the dry run, and context parallelism
-    gathers V; PyTorch's attention takes the view.
+    PyTorch's attention stores V as a view, which keeps the full output of the projection in memory. Transformer
+    Engine's attention copies V (`dot_product_attention/utils.py: get_qkv_layout`). The dry run copies V too,
+    and context parallelism gathers V into a new tensor. In these cases the result is False.
     """
     is_torch_attention = spec.device is DeviceKind.CPU or spec.fused_attention
     is_rotary = not spec.shape.positions
@@ -368,8 +379,9 @@ def _stores_full_projection(spec: RunSpec) -> bool:
 
 
 def _attention_output(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
-    """Yield attention's output, which fused attention stores, and the output projection's quantised
-    copy.
+    """Yield the stored output of attention, which is the input of the output projection.
+
+    Without FP8 this is one tensor. With FP8 the output itself and its quantised copy are stored.
     """
     storing_modules = ("core_attn",) if spec.fused_attention else ()
     if not spec.fp8_recipe:
@@ -399,8 +411,10 @@ def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterato
 
 
 def _scores(spec: RunSpec) -> _Tensor:
-    """Return the softmax statistics of fused attention, or else softmax, dropout mask and dropout
-    output.
+    """Return what attention stores of its scores, as one tensor.
+
+    Fused attention stores only the softmax statistics. Unfused attention stores the softmax and, with dropout,
+    also the dropout's mask and output.
     """
     heads, modules = spec.shape.heads // spec.parallelism.tensor, ("core_attn",)
     if spec.fused_attention:
@@ -423,11 +437,12 @@ def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[
 def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """Yield the stored tensors of experts on the busiest rank.
 
-    They are routed tokens, both wide tensors, and the router's scores. Dispatching and permuting
-    store where each token went, and no tokens (Transformer Engine, `pytorch/permutation.py`:
-    `row_id_map`; Megatron, `fused_a2a.py`: handles). An activation that no kernel multiplies with
-    its probabilities is stored for their gradients (`experts.py: bias_act_func`). A clamped
-    activation is stored before and after clamping.
+    They are the routed tokens, the output of the first linear layer, the input of the second linear layer, and
+    the router's scores. Dispatching and permuting store only the position of each token (Transformer Engine,
+    `pytorch/permutation.py`: `row_id_map`; Megatron, `fused_a2a.py`: handles). Without a gated activation, no
+    kernel fuses the multiplication with the probabilities. The activation is then stored for the gradients of
+    the probabilities (`experts.py: bias_act_func`). A clamped activation is stored before and after clamping.
+    Tensors of a shared expert follow last.
     """
     shape, split = spec.shape, spec.parallelism.effective_expert_tensor
     tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("moe",)

@@ -35,12 +35,16 @@ _LARGEST_NAMED = 64
 def find_violations(
     spec: RunSpec, release: tuple[int, int] | None = None, patched: bool = False
 ) -> tuple[str, ...]:
-    """Return every reason why Megatron refuses a run, one sentence each; empty if it would train.
+    """Return every reason why a run cannot be trained or planned, one sentence per reason.
+
+    The result is empty if the run would train. If a size is below 1, the result is only the sentence for that
+    size.
 
     Args:
         spec: The run.
-        release: Megatron's major and minor version, so that only its rules apply; None applies the rules of all.
-        patched: True if a patch file changes Megatron; errors that Megatron makes silently are then left out.
+        release: Megatron's major and minor version, whose rules then apply. None means the strictest rules of
+            all versions.
+        patched: True if a patch file changes Megatron. A bug by which backward never ends is then no reason.
     """
     parallelism, batch, shape = spec.parallelism, spec.batch, spec.shape
     sizes = {
@@ -202,6 +206,8 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
 def _batch_rules(spec: RunSpec) -> Iterator[str]:
     """Yield why the global batch does not fit micro batch, DP and schedule, one sentence per
     reason.
+
+    Nothing is said about the schedule if micro batch times DP does not divide the global batch.
     """
     parallelism, batch = spec.parallelism, spec.batch
     step = batch.micro_batch_size * parallelism.data
@@ -261,8 +267,9 @@ def _expert_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
 
 
 def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
-    """Yield why ETP does not divide a stage's ranks. Megatron makes expert groups for a dense model
-    too.
+    """Yield a sentence if ETP does not divide the ranks of a pipeline stage.
+
+    This rule holds for dense models too, because Megatron makes expert groups for every model.
     """
     parallelism, split = spec.parallelism, spec.parallelism.effective_expert_tensor
     ranks = parallelism.world_size // parallelism.pipeline
@@ -274,7 +281,10 @@ def _expert_tensor_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _expert_layout_rules(spec: RunSpec) -> Iterator[str]:
-    """Yield why EP and ETP do not fit the experts or the ranks, one sentence per reason."""
+    """Yield why EP and ETP do not fit the experts or the ranks, one sentence per reason.
+
+    One more reason is tensor parallelism without sequence parallelism.
+    """
     shape, parallelism, model = spec.shape, spec.parallelism, _model_name(spec)
     tensor, split = parallelism.tensor, parallelism.effective_expert_tensor
     if parallelism.tensor > 1 and not parallelism.sequence_parallel:
@@ -330,8 +340,10 @@ def _sharding_rules(spec: RunSpec) -> Iterator[str]:
 
 
 def _recompute_rules(spec: RunSpec, patched: bool) -> Iterator[str]:
-    """Yield why the recomputation is impossible or not planned; `patched` allows Megatron's endless
-    backward.
+    """Yield why the recomputation is impossible or not planned, one sentence per reason.
+
+    With `patched`, recomputing an MLP with biases is no reason. Without a patch, Megatron's backward never ends
+    there.
     """
     recomputes_mlp = not spec.recompute.is_full and spec.recompute.recomputes("mlp")
     if recomputes_mlp and spec.shape.bias and not spec.shape.experts and not patched:

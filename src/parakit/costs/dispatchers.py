@@ -36,8 +36,10 @@ no other number of ranks.
 
 
 def dispatcher_bytes(spec: RunSpec) -> int:
-    """Return the bytes of a rank's buffers; 0 if tokens are sent by NCCL or one rank has all
-    experts.
+    """Return the bytes of the buffers that the token dispatcher holds on a rank.
+
+    Only DeepEP and HybridEP have such buffers. With other dispatchers, for dense models, and if one rank has all
+    experts, the result is 0.
     """
     ranks = group_size(spec.parallelism, Group.TENSOR_EXPERT) if spec.shape.experts else 1
     if ranks == 1:
@@ -54,8 +56,10 @@ def _hidden(spec: RunSpec) -> int:
 
 
 def _deep_ep_bytes(spec: RunSpec, ranks: int) -> int:
-    """Return the bytes that Megatron requests of DeepEP, without NVSHMEM's own; 0 for an
-    unsupported number of ranks.
+    """Return the bytes of the buffers that Megatron requests from DeepEP.
+
+    Memory that NVSHMEM uses itself is not counted. The result is 0 for a number of ranks that DeepEP does not
+    support.
 
     Source: `fused_a2a.py: get_buffer`, and DeepEP v1.2.1 `csrc/config.hpp:
     get_nvl_buffer_size_hint, get_rdma_buffer_size_hint`.
@@ -73,12 +77,11 @@ def _deep_ep_bytes(spec: RunSpec, ranks: int) -> int:
 
 
 def _hybrid_ep_bytes(spec: RunSpec, ranks: int) -> int:
-    """Return the bytes of HybridEP's buffers within one NVLink domain; those between domains are
-    not counted.
+    """Return the bytes of HybridEP's buffers within one NVLink domain.
 
-    There is room for all tokens of all ranks, as if the experts of one rank received all of them:
-    hidden states, probabilities of all experts, and scales. Dispatch and combine share the first
-    two (branch hybrid-ep of DeepEP at 94a9f8f, `csrc/hybrid_ep/buffer/intranode.cu`).
+    Buffers between domains are not counted. The buffers have room for all tokens of all ranks: for their hidden
+    states, the probabilities of all experts, and scales. Dispatch and combine share the buffers of hidden states
+    and probabilities (branch hybrid-ep of DeepEP at 94a9f8f, `csrc/hybrid_ep/buffer/intranode.cu`).
     """
     tokens, hidden = ranks * (spec.micro_batch_tokens // spec.sequence_shards), _hidden(spec)
     return tokens * (2 * hidden + 4 * spec.shape.experts + 4 * (hidden // 128))

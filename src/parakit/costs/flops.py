@@ -63,8 +63,8 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
     """Return the forward FLOPs per token, averaged over the positions of a sequence of `seq_length`
     tokens.
 
-    Only the experts that a token is routed to count. The vocabulary is padded as for one device, so
-    that strategies are compared on equal work.
+    Without `seq_length`, the sequence length of the shape is used. Of the experts, only those that a token is
+    routed to count. The vocabulary is padded as for one device, so that all strategies have equal FLOPs.
     """
     projections = scores = mlp = router = 0
     for times, block_shape in _count_blocks(shape):
@@ -78,9 +78,10 @@ def token_flops(shape: ModelShape, seq_length: int | None = None) -> TokenFlops:
 
 
 def _count_blocks(shape: ModelShape) -> list[tuple[int, ModelShape]]:
-    """Return how often each kind of layer or block occurs in the model, each with its shape.
+    """Return one pair per kind of layer or block: how often it occurs in the model, and its shape.
 
-    Layers of multi-token prediction are included, and the blocks that join their two inputs.
+    Layers of multi-token prediction are included. The blocks that join the two inputs of these layers are
+    the last pair.
     """
     counts = [
         (layers * times, block_shape)
@@ -114,12 +115,13 @@ def _block_flops(shape: ModelShape, seq_length: int | None) -> TokenFlops:
 
 
 def _mixer_flops(shape: ModelShape, length: float) -> tuple[int, float]:
-    """Return the products of the projections and the FLOPs of the scores of the block that mixes
-    tokens.
+    """Return two figures of the block that mixes tokens: the products of its projections, and the
+    FLOPs of its scores.
 
-    One product is a multiplication and an addition per token, which are 2 FLOPs. Each token attends
-    to `length / 2` tokens on average. The block is attention, latent attention, a Mamba-2 mixer,
-    linear attention, or the projection that joins the two inputs of multi-token prediction.
+    Both are per token, in forward. One product is a multiplication and an addition, which are 2 FLOPs. Each
+    token attends to `length / 2` tokens on average. The block is attention, latent attention, a Mamba-2 mixer,
+    linear attention, or the projection that joins the two inputs of multi-token prediction. A Mamba-2 mixer has
+    a scan in place of scores.
     """
     hidden = shape.hidden
     if shape.blocks == MAMBA and shape.mamba:
@@ -165,10 +167,11 @@ def _latent_projection_products(shape: ModelShape, latent: LatentAttention) -> i
 
 
 def flops_by_convention(spec: RunSpec, counts: Collection[str]) -> float:
-    """Return the FLOPs per token, forward and backward, as a source with these conventions counts
-    them.
+    """Return the FLOPs per token of forward and backward, counted by the conventions of a publication.
 
-    `counts` are words of `FLOP_CONVENTIONS`; empty means the model's own FLOPs.
+    Args:
+        counts: Words of `FLOP_CONVENTIONS`, for example that recomputed FLOPs count. Without words, the FLOPs
+            that the model itself needs are returned.
     """
     flops = token_flops(spec.shape)
     scores = flops.attention_scores * (2 if WHOLE_ATTENTION in counts else 1)

@@ -51,13 +51,12 @@ def logit_elements(spec: RunSpec) -> int:
 
 
 def logits_bytes(spec: RunSpec) -> int:
-    """Return the live bytes at the loss: logits, and their fp32 copy that becomes softmax and then
-    gradient.
+    """Return the bytes of logits, and of their fp32 copies, that are live at the loss.
 
-    `VocabParallelCrossEntropy` works in place on the copy. fp32 logits are not copied, nor are
-    logits that their gradient overwrites (Transformer Engine, `pytorch/cross_entropy.py`). The
-    losses of multi-token prediction come first and store their copies (`multi_token_prediction.py:
-    process_mtp_loss`).
+    `VocabParallelCrossEntropy` turns the fp32 copy in place into the softmax and then into the gradient. There
+    is no copy of fp32 logits. There is none either if the gradient overwrites the logits (Transformer Engine,
+    `pytorch/cross_entropy.py`). With multi-token prediction, the copies of all predicted tokens are live
+    together (`multi_token_prediction.py: process_mtp_loss`).
     """
     overwritten = (spec.fused_loss and spec.loss_impl == "te") or "cross_entropy" in spec.fused
     if spec.dtype == "fp32" or overwritten:
@@ -84,17 +83,19 @@ def head_backward_bytes(spec: RunSpec) -> int:
 def layers_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the peak number of layers in flight on a rank, summed over micro batches.
 
-    1F1B: (L/p)·min(p − rank, m). Interleaved: arXiv:2104.04473 §2.2 and `get_pp_rank_microbatches`,
-    2(p − rank − 1) + (v − 1)p warm-up chunks and the one in work, which is L(1 + (p−1)/(pv)) on
-    rank 0.
+    A layer is in flight for a micro batch from its forward until its backward. With L layers, p stages and m
+    micro batches, 1F1B has (L/p)·min(p − rank, m). The interleaved schedule has v chunks of L/(pv) layers per
+    rank. It holds 2(p − rank − 1) + (v − 1)p warm-up chunks and the chunk being computed, at most mv chunks.
+    On rank 0 this is L(1 + (p−1)/(pv)) layers (arXiv:2104.04473 §2.2 and `get_pp_rank_microbatches`).
     """
     return _bytes_in_flight(spec, pipeline_rank, spec.layers_per_chunk(pipeline_rank))
 
 
 def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, bytes_per_chunk: tuple[int, ...]) -> int:
-    """Return the peak of the bytes in flight on a rank.
+    """Return the peak of the bytes in flight on a rank, summed over chunks and micro batches.
 
-    `bytes_per_chunk` is the bytes per micro batch of each chunk.
+    Args:
+        bytes_per_chunk: The bytes that each chunk of the rank holds per micro batch, in the order of forward.
     """
     chunks = chunks_in_flight(spec, pipeline_rank)
     if len(set(bytes_per_chunk)) == 1:
@@ -111,11 +112,16 @@ def _bytes_in_flight(spec: RunSpec, pipeline_rank: int, bytes_per_chunk: tuple[i
 def _peak_bytes_in_flight(
     bytes_per_chunk: tuple[int, ...], pipeline: int, chunks: int, steps: int
 ) -> int:
-    """Return the peak of the bytes in flight for unequal chunks; forward and backward alternate
-    after warm-up.
+    """Return the peak of the bytes in flight on a rank whose chunks hold unequal bytes.
 
-    Megatron runs PP micro batches through one chunk and then through the next; backward begins with
-    the last chunk (`get_schedule_table`).
+    Megatron runs PP micro batches through one chunk and then through the next. Backward begins with the last
+    chunk (`get_schedule_table`). After warm-up, forward and backward alternate.
+
+    Args:
+        bytes_per_chunk: The bytes that each chunk holds per micro batch.
+        pipeline: Number of pipeline stages.
+        chunks: Forwards before the first backward.
+        steps: Number of forwards that are simulated.
     """
     chunk_by_step = [step // pipeline % len(bytes_per_chunk) for step in range(steps)]
     stored_by_forward = [bytes_per_chunk[chunk] for chunk in chunk_by_step]
@@ -157,13 +163,16 @@ _CUBLAS_HANDLES, _GROUPED_STREAMS = 2, 4
 
 
 def workspace_bytes(generation: str, deterministic: bool, grouped: bool) -> int:
-    """Return the bytes that matrix products hold in the allocator between iterations.
+    """Return the bytes of workspaces that matrix products hold in the allocator between iterations.
 
-    cuBLAS has one workspace for each thread that launches products, forward's and backward's
-    (`aten/src/ATen/cuda/CublasHandlePool.cpp`: 32 MiB from Hopper on, 8.1 MiB before;
-    `CUBLAS_WORKSPACE_CONFIG=:4096:8`, which determinism needs, 32 MiB). Transformer Engine has one
-    of its own (`get_cublas_workspace_size_bytes`: 32 MiB from Hopper on, 4 MiB before), and four
-    more for grouped products.
+    cuBLAS has two workspaces, one for the thread that runs forward and one for the thread that runs backward
+    (`aten/src/ATen/cuda/CublasHandlePool.cpp`: 32 MiB from Hopper on, 8.1 MiB before). Deterministic runs need
+    `CUBLAS_WORKSPACE_CONFIG=:4096:8`, which is 32 MiB. Transformer Engine has one workspace itself
+    (`get_cublas_workspace_size_bytes`: 32 MiB from Hopper on, 4 MiB before), and four more for grouped products.
+
+    Args:
+        generation: Name of the GPU's generation.
+        grouped: True if the model has grouped products, as experts do.
     """
     cublas_workspace = _WORKSPACE_BYTES.get(generation, _OLDER_CUBLAS_BYTES)
     if deterministic:
@@ -209,12 +218,11 @@ _TYPE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
 def bytes_per_parameter(spec: RunSpec) -> Precision:
     """Return the bytes per parameter of the run's dtype, changed by the run's flags.
 
-    bf16 gradients are copied to fp32 for the update unless the optimizer reads them directly. That
-    optimizer (`--use-precision-aware-optimizer`, only with a distributed optimizer) stores 16 bits
-    of an fp32 weight besides its bf16 weight (`store_param_remainders`). Under fp8 or Megatron-FSDP
-    it stores fp32 weights instead (`megatron/core/optimizer/__init__.py`). If a part of the
-    optimizer is offloaded, the device updates the other part in fp32 in any case
-    (`hybrid_optimizer.py`: `param_update_in_fp32`).
+    bf16 gradients are copied to fp32 for the update. Only the precision-aware optimizer reads bf16 gradients
+    directly (`--use-precision-aware-optimizer`, only with a distributed optimizer). This optimizer stores the 16
+    bits by which an fp32 weight exceeds its bf16 weight (`store_param_remainders`). Under fp8 or Megatron-FSDP
+    it stores fp32 weights instead (`megatron/core/optimizer/__init__.py`). If a part of the optimizer is
+    offloaded, the device updates the other part in fp32 (`hybrid_optimizer.py`: `param_update_in_fp32`).
     """
     usual, types = PRECISIONS[spec.dtype], spec.state_types
     if types == _USUAL_TYPES or spec.dtype != "bf16":
@@ -299,10 +307,12 @@ MEMORY_ASSUMPTIONS = (
 
 
 def estimate_rank_memory(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemory:
-    """Return the peak memory of one pipeline rank; all of its TP, CP and DP ranks have the same.
+    """Return the predicted bytes of one pipeline rank at its peak, by component.
+
+    All TP, CP and DP ranks of this pipeline rank have the same peak memory.
 
     Raises:
-        UnevenSplitError: A degree does not divide what it splits.
+        UnevenSplitError: A parallel size does not divide the dimension that it splits.
     """
     memory = _memory_within(spec, pipeline_rank, inf)
     assert memory is not None
@@ -312,7 +322,7 @@ def estimate_rank_memory(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemo
 def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> PredictedMemory | None:
     """Return the peak memory of one pipeline rank, or None if it exceeds `limit` bytes.
 
-    The first components often exceed the limit already; the others are then not computed.
+    Model state and allocator are computed first. If they exceed the limit, activations are not computed.
     """
     parameters, precision = rank_parameters(spec, pipeline_rank), bytes_per_parameter(spec)
     updated = _count_updated_parameters(parameters, spec)
@@ -405,8 +415,8 @@ def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
 def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the bytes of offloaded tensors that are still on the device when backward begins.
 
-    Each module keeps its last group of activations, and later the groups that backward reads next. Bytes that
-    later stages keep on request are added.
+    Each module leaves its last group of activations on the device. Later pipeline stages keep more bytes there if
+    the offload's `kept_bytes_per_stage` asks for that. These are added, at most as many as were offloaded.
     """
     layers_per_chunk = spec.layers_per_chunk(pipeline_rank)
     last_layers = next((layers for layers in reversed(layers_per_chunk) if layers), 0)
@@ -425,8 +435,9 @@ _HOST_STATE_BYTES = 4 + 4 + 8
 
 
 def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
-    """Return the peak of a rank's bytes on its host: offloaded activations and the offloaded
-    optimizer.
+    """Return the peak bytes that a rank needs in its host's memory.
+
+    They hold offloaded activations and the offloaded part of the optimizer. The result is 0 without offloading.
     """
     held, _ = held_parameters(spec, pipeline_rank)
     optimizer_bytes = _HOST_STATE_BYTES * offloaded_parameters(spec, held)
@@ -440,8 +451,8 @@ def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
 def find_peak_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
     """Return the pipeline rank with the peak memory, and its memory.
 
-    It is the first rank, or the last one with its logits; if stages are unequal, it may be one
-    between.
+    The peak rank is usually the first rank, or the last rank, which holds the logits. With unequal stages it may
+    be a rank between them.
     """
     peak = find_peak_rank_within(spec, inf)
     assert peak is not None
@@ -462,8 +473,10 @@ def find_peak_rank_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMe
 
 
 def distinct_ranks(spec: RunSpec) -> set[int]:
-    """Return the pipeline ranks whose memory may differ: both ends, and of unequal stages one of
-    each kind.
+    """Return the pipeline ranks whose memory has to be computed to find the peak.
+
+    These are the first and the last rank. With unequal stages, the first rank of each kind between them is
+    added.
     """
     ends = {0, spec.parallelism.pipeline - 1}
     if spec.stages == EVEN_SPLIT and not spec.shape.dense_layers:
@@ -473,11 +486,11 @@ def distinct_ranks(spec: RunSpec) -> set[int]:
 
 
 def middle_ranks(spec: RunSpec) -> dict[int, int]:
-    """Return, for the ranks between both ends, the first rank of each kind and the number of its
-    kind.
+    """Return the number of pipeline ranks of each kind between the first and the last rank.
 
-    Ranks are of one kind if they have equally many layers and dense layers. Without a layout and
-    without dense layers among those with experts, all are of one kind.
+    The key is the first rank of the kind. Ranks are of one kind if they have equally many layers and equally
+    many dense layers. All are of one kind if the stages have no explicit layout and the model does not mix dense
+    layers with layers of experts. The result is empty for fewer than three ranks.
     """
     if spec.stages.layout or spec.shape.dense_layers:
         return _find_distinct_ranks(spec.stage_layout_spec)
@@ -487,7 +500,10 @@ def middle_ranks(spec: RunSpec) -> dict[int, int]:
 
 @lru_cache(maxsize=4096)
 def _find_distinct_ranks(spec: RunSpec) -> dict[int, int]:
-    """Return the first rank of each kind between both ends, and the number of ranks of that kind."""
+    """Return the number of ranks of each kind between both ends, by the first rank of the kind.
+
+    Ranks of one kind have equally many layers and equally many dense layers.
+    """
     layers_by_rank = [
         (spec.num_layers_on_stage(rank), sum(spec.dense_layers_per_chunk(rank)))
         for rank in range(1, spec.parallelism.pipeline - 1)
@@ -520,8 +536,9 @@ def _count_updated_parameters(parameters: Parameters, spec: RunSpec) -> int:
 
 
 def _update_bytes(spec: RunSpec, updated: int) -> int:
-    """Return the bytes of fp32 copies of optimizer state stored in fewer bits, which are live in
-    the update.
+    """Return the bytes of fp32 copies that the update makes of optimizer state stored in fewer bits.
+
+    The result is 0 without the precision-aware optimizer.
 
     Source: Transformer Engine, `pytorch/optimizers/fused_adam.py: get_unscaled_state`.
     """
@@ -534,10 +551,10 @@ def _update_bytes(spec: RunSpec, updated: int) -> int:
 
 
 def _count_stored_elements(parameters: Parameters, spec: RunSpec, sharded: bool) -> int:
-    """Return the elements that a rank stores, sharded or not.
+    """Return the number of elements that a rank stores: its shard if `sharded`, else all parameters.
 
-    Megatron shards over DP×CP, and experts over expert data parallelism, within each instance of
-    the distributed optimizer.
+    Megatron shards experts over their expert-data-parallel ranks and all other parameters over DP×CP. With
+    several instances of the distributed optimizer, it shards within each instance. Shards are rounded up.
     """
     if not sharded:
         return parameters.total
@@ -548,8 +565,10 @@ def _count_stored_elements(parameters: Parameters, spec: RunSpec, sharded: bool)
 
 
 def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
-    """Return the larger of two peaks: in a layer's backward, and at the loss and the output layer's
-    backward. Only the last pipeline rank has the second peak.
+    """Return the bytes of temporary tensors at their peak.
+
+    The peak is in a layer's backward, or on the last pipeline rank in the loss or in the output layer's backward,
+    whichever needs more bytes. A dry run has no peak in the output layer's backward.
     """
     peak = _layer_backward_bytes(spec, pipeline_rank)
     if pipeline_rank < spec.parallelism.pipeline - 1:
@@ -566,8 +585,9 @@ def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 def _layer_backward_bytes(spec: RunSpec, pipeline_rank: int) -> int:
-    """Return the live bytes in a layer's backward: gradients of its MLP's wide tensors, and
-    recomputed activations.
+    """Return the bytes of temporary tensors in the backward of a layer.
+
+    These are the gradients of the MLP's wide tensors, and the activations that backward recomputes.
     """
     shape = spec.shape
     columns = shape.ffn_hidden
@@ -582,11 +602,12 @@ def _layer_backward_bytes(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
-    """Return the bytes of placeholders for weight gradients that products add to Megatron's own
-    buffers.
+    """Return the bytes of placeholder tensors for weight gradients on a pipeline rank.
 
-    There is one empty tensor per shape of weight, made once and never freed (Transformer Engine,
-    `pytorch/module/base.py: get_dummy_wgrad`, which Megatron's output layer uses too).
+    Matrix products add weight gradients directly to Megatron's gradient buffers. Autograd gets an empty tensor
+    instead, one per shape of weight, which is made once and never freed (Transformer Engine,
+    `pytorch/module/base.py: get_dummy_wgrad`; Megatron's output layer uses this too). The result is 0 on CPU
+    and without this fusion, as under FSDP2.
     """
     fused = spec.fused_norms and not spec.parallelism.sharding.is_torch_fsdp
     if spec.device is DeviceKind.CPU or not fused:
@@ -595,11 +616,12 @@ def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 def communication_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Return the bytes of pipeline messages and gathered layers, and the further bytes of the
-    output layer and its gradient at the loss.
+    """Return two byte counts of communication buffers: in layers, and what the loss needs beyond that.
 
-    No layer is gathered at the loss. Megatron-FSDP gathers the weights once per iteration
-    (`collectives/data.py: _fsdp_calls`).
+    The first count is of pipeline messages and gathered layers. At the loss, no layer is gathered, and its bytes
+    are free for the output layer and its gradient. The second count is what these two need beyond the free bytes;
+    it is 0 unless weights are sharded. Megatron-FSDP gathers the output layer's weights once per iteration, so
+    they count in full (`collectives/data.py: _fsdp_calls`).
     """
     parallelism, sharding = spec.parallelism, spec.parallelism.sharding
     messages = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0
@@ -622,11 +644,12 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
 
 
 def _allocator_bytes(spec: RunSpec, gradient_copies: int, is_last: bool) -> tuple[int, int]:
-    """Return the bytes that are never returned, and those in blocks that are empty at the peak.
+    """Return two byte counts: memory that is never returned to the device, and reclaimable memory.
 
-    The empty blocks held the update's copies of gradients (`gradient_copies` bytes) and, on the last pipeline
-    rank, the logits. The caching allocator returns them to the device before it runs out of memory
-    (`c10/cuda/CUDACachingAllocator.cpp: release_cached_blocks`).
+    Reclaimable memory is in blocks that are empty at the peak. They held the update's copies of gradients
+    (`gradient_copies` bytes) and, on the last pipeline rank, the logits. The caching allocator returns these
+    blocks to the device before it runs out of memory (`c10/cuda/CUDACachingAllocator.cpp:
+    release_cached_blocks`). On CPU nothing is reclaimable.
     """
     if spec.device is DeviceKind.CPU:
         return CPU_PROCESS_BYTES, 0

@@ -74,9 +74,13 @@ def wire_bytes(
     ranks: int,
     transport: Transport = Transport.NCCL,
 ) -> int:
-    """Return the bytes that one rank sends per call, rounded down; 0 in a group of one rank.
+    """Return the bytes that one rank sends per call, rounded down.
 
-    `payload_bytes` is the size of the full tensor: gathered, before scattering, or as sent.
+    The result is 0 for a receive, a barrier and a group of one rank. A reduce-scatter on gloo counts as the
+    all-reduce that torch runs instead.
+
+    Args:
+        payload_bytes: Size of the full tensor: after a gather, before a scatter, or of the message sent.
     """
     if ranks == 1 or operation in (Operation.RECEIVE, Operation.BARRIER):
         return 0

@@ -87,15 +87,20 @@ def simulate_schedule(
     backward: float = 2.0,
     transfer: float = 0.0,
 ) -> SimulatedSchedule:
-    """Simulate a schedule in which a pass through a full stage takes `forward` or `backward`, and a
-    message takes `transfer`.
+    """Simulate a pipeline schedule and return its timeline.
 
-    GPipe and both 1F1B flush: the next iteration starts when all stages have finished the present
-    one. PipeDream updates after every backward, PipeDream-2BW once per iteration; neither ever
-    flushes.
+    GPipe, 1F1B and interleaved 1F1B flush: the next iteration starts when all stages have finished the present
+    iteration. PipeDream updates after every backward, and PipeDream-2BW updates once per iteration. Neither of
+    them ever flushes.
+
+    Args:
+        virtual: Virtual stages per worker. Schedules other than the interleaved one ignore the value.
+        forward: Time of a forward through all virtual stages of a worker.
+        backward: Time of a backward through all virtual stages of a worker.
+        transfer: Time of a message.
 
     Raises:
-        ValueError: A degree is below 1, there are too many steps, PP does not divide the micro batches of
+        ValueError: A size is below 1, there are too many steps, PP does not divide the micro batches of
             an interleaved schedule, or PipeDream-2BW has fewer micro batches than stages.
     """
     if min(pipeline, microbatches, iterations, virtual) < 1:
@@ -160,8 +165,9 @@ def _count_warmup_forwards(worker: int, pipeline: int, virtual: int) -> int:
 
 
 def _virtual_step(direction: Pass, index: int, pipeline: int, virtual: int) -> Step:
-    """Return the `index`-th step in Megatron's order: groups of PP micro batches pass each chunk in
-    turn.
+    """Return the `index`-th forward or backward step in Megatron's interleaved order.
+
+    A group of PP micro batches passes one chunk and then the next. Backward begins with the last chunk.
     """
     # A group takes `pipeline * virtual` steps: all its micro batches on one chunk, then on the next.
     group, position = divmod(index, pipeline * virtual)
@@ -179,7 +185,7 @@ def _run_steps(
     seconds: Mapping[Pass, float],
     transfer: float,
 ) -> list[Event]:
-    """Return the events of all workers: each step starts when its worker is free and its input has
+    """Return the events of all workers. Each step starts as soon as its worker is free and its input has
     arrived.
 
     Args:
@@ -222,7 +228,10 @@ def _run_steps(
 
 
 def _find_source(step: Step, worker: int, pipeline: int, virtual: int) -> tuple[int, Step] | None:
-    """Return the worker and step whose output this step needs; None for the first forward."""
+    """Return the worker and the step whose output this step needs.
+
+    The result is None for a forward on the first stage. The backward on the last stage needs its own forward.
+    """
     is_forward, stage = step.direction is Pass.FORWARD, step.chunk * pipeline + worker
     if is_forward and stage == 0:
         return None
@@ -271,10 +280,10 @@ def measure_schedule(timeline: SimulatedSchedule) -> ScheduleFigures:
 
 
 def closed_form_bubble(timeline: SimulatedSchedule) -> float:
-    """Return idle time divided by working time if messages take no time: (p−1)/m, or (p−1)/(mv)
-    interleaved.
+    """Return idle time divided by working time, from a formula that ignores the time of messages.
 
-    PipeDream fills and drains the pipeline once over all iterations; the others once per iteration.
+    The formula is (p−1)/m, or (p−1)/(mv) for the interleaved schedule. PipeDream and PipeDream-2BW fill and
+    drain the pipeline once over all iterations, so m is then the micro batches of all iterations.
     """
     microbatches = timeline.microbatches
     if timeline.schedule.is_asynchronous:
@@ -308,9 +317,8 @@ def _count_stored_forwards(events: list[Event]) -> int:
 def _count_stale_updates(events: list[Event], timeline: SimulatedSchedule) -> int:
     """Return the maximum number of updates between a micro batch's forward and its backward.
 
-    PipeDream updates after every backward; others update only between iterations. With two weight
-    versions, a batch uses the weights before the newest, so the first two batches use the same
-    weights.
+    PipeDream updates after every backward. GPipe and 1F1B update only between iterations, so the result is 0 for
+    them. PipeDream-2BW has two weight versions, and its result follows from a formula.
     """
     if timeline.schedule is PipelineSchedule.PIPEDREAM_2BW:
         return min(timeline.schedule.staleness(timeline.pipeline, 0), timeline.iterations - 1)

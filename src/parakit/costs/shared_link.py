@@ -27,11 +27,11 @@ class Sent(Protocol):
 
 
 def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_second: float) -> float:
-    """Return the seconds per iteration that the link is busy in each direction.
+    """Return the seconds per iteration for which the calls use the link between two nodes, in each direction.
 
-    Nothing overlaps with the transfers. Half of the ranks, in order, are on each side. A ring that crosses the
-    link sends as many bytes over it as each rank sends. Groups on one side do not use the link. All rings share
-    the link's rate.
+    The first half of the ranks is on one node and the second half on the other. Only groups with ranks on both
+    nodes use the link. Such a group is a ring: in one direction it sends over the link as many bytes as one of
+    its ranks sends. All rings share the link's rate. The transfers are assumed to follow one another.
     """
     per_node, sent = parallelism.world_size // NUM_NODES, 0
     for call in calls:
@@ -47,12 +47,12 @@ def link_seconds(calls: Iterable[Sent], parallelism: Parallelism, bits_per_secon
 
 
 def seconds_at_other_rate(seconds: float, link: float, measured_at: float, rate: float) -> float:
-    """Return the seconds of an iteration at another link rate; only the link's part changes.
+    """Return the seconds of an iteration at another link rate. Only the seconds of the link change.
 
     Args:
-        seconds: The measured iteration.
-        link: `link_seconds` at the rate of the measurement.
-        measured_at: That rate in bit/s.
+        seconds: Measured seconds of the iteration.
+        link: Result of `link_seconds` at the rate of the measurement.
+        measured_at: Rate of the measurement in bit/s.
         rate: The other rate in bit/s.
     """
     return seconds + link * (measured_at / rate - 1)
@@ -61,7 +61,8 @@ def seconds_at_other_rate(seconds: float, link: float, measured_at: float, rate:
 def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
     """Return the distance between neighbours of a group in global ranks, and the group's size.
 
-    Groups without a single stride move only a few numbers; they count as the whole world.
+    Some groups have no constant distance. For them the result is that of the group of all ranks. The error is
+    small, because such groups communicate only a few numbers.
     """
     tensor, context = parallelism.tensor, parallelism.context
     replicas = tensor * context * parallelism.data

@@ -93,8 +93,9 @@ class ChunkBuffers:
 
 
 def total_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return the number of distinct parameters of the model; the vocabulary is padded for `tensor`
-    ranks.
+    """Return the number of parameters of the model. A tied embedding counts once.
+
+    The vocabulary is padded for `tensor` tensor-parallel ranks.
     """
     table = shape.padded_vocabulary(tensor) * shape.hidden
     ends = _parameters(_end_tensors(shape, table, 1, 1, True, True))
@@ -105,13 +106,14 @@ def total_parameters(shape: ModelShape, tensor: int = 1) -> int:
 
 
 def explain_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) -> str:
-    """Return a sentence on how the data's vocabulary changes the number of parameters; empty if it
-    does not.
+    """Return a sentence on how the data's vocabulary changes the number of parameters.
+
+    The sentence is empty if both vocabularies have the same size.
 
     Args:
         shape: The shape with the model's own vocabulary.
-        trained: Entries of the vocabulary that is trained.
-        tensor: Ranks for which the vocabulary is padded.
+        trained: Number of entries of the vocabulary of the training data.
+        tensor: Tensor-parallel ranks for which the vocabulary is padded.
     """
     if shape.vocabulary == trained:
         return ""
@@ -126,8 +128,10 @@ def explain_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) 
 
 
 def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
-    """Return the number of parameters that one token uses: of the experts, only those it is routed
-    to.
+    """Return the number of parameters that one token uses.
+
+    Of the routed experts, only those to which a token is routed count. The vocabulary is padded for `tensor`
+    tensor-parallel ranks.
     """
     idle = shape.experts - shape.experts_per_token if shape.experts else 0
     expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
@@ -141,14 +145,14 @@ def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
 
 
 def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
-    """Return the parameters by component of each TP rank of a pipeline rank, over its virtual
-    stages.
+    """Return the number of parameters on one pipeline rank, by component.
 
-    The last of several pipeline ranks holds a second copy of a tied embedding
+    All virtual stages of the rank are counted, and of each tensor only the part that one TP rank holds. The last
+    of several pipeline ranks holds a second copy of a tied embedding
     (`LanguageModule.setup_embeddings_and_output_layer`).
 
     Raises:
-        UnevenSplitError: A degree does not divide what it splits; the message names both.
+        UnevenSplitError: A parallel size does not divide the dimension that it splits. The message names both.
         IndexError: There is no such rank.
     """
     pipeline = spec.parallelism.pipeline
@@ -179,9 +183,9 @@ def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 def distinct_weight_elements(spec: RunSpec, pipeline_rank: int) -> int:
-    """Return the elements of one weight per distinct shape among a rank's linear layers.
+    """Return the number of elements of a rank's linear weights, in which each distinct shape counts once.
 
-    The output layer counts too, and biases are counted with weights.
+    Biases and the output layer are counted too.
     """
     shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
     held = zip(_held_layers(spec.stage_layout_spec, pipeline_rank), shape.layer_kinds, strict=True)
@@ -194,7 +198,10 @@ def distinct_weight_elements(spec: RunSpec, pipeline_rank: int) -> int:
 
 @lru_cache(maxsize=256)
 def _unlike_elements(kinds: tuple[ModelShape, ...], degrees: tuple[int, int, int]) -> int:
-    """Return the elements of one tensor per distinct shape of linear layers of these kinds."""
+    """Return the number of elements of the linear layers of these kinds of layers.
+
+    Each distinct tensor counts once, even if several kinds of layers have it.
+    """
     distinct: Counter[tuple[str, int]] = Counter()
     for kind in kinds:
         tensors = _layer_tensors(kind, *degrees)
@@ -256,10 +263,10 @@ class _Tensor(NamedTuple):
 
 
 def _shared_tables(spec: RunSpec) -> tuple[str, ...]:
-    """Return the components that two stages hold and whose gradients they add up.
+    """Return the components that the first and the last stage both hold and whose gradients they add up.
 
-    With multi-token prediction this is the embedding of both stages. The tied model's copy in the
-    output layer is then stored but unused.
+    The result is empty if the stages do not share an embedding. With multi-token prediction both stages hold
+    a word embedding. The output layer of a tied model is then stored but unused, so it is left out.
     """
     if not spec.shares_embedding_across_stages:
         return ()
@@ -302,8 +309,13 @@ def _end_tensors(
 def _layer_tensors(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int
 ) -> tuple[_Tensor, ...]:
-    """Return the tensors of one layer on a rank of TP `tensor`, EP `expert` and ETP
-    `expert_tensor`.
+    """Return the parameter tensors of one layer on one rank.
+
+    Args:
+        shape: The shape of a layer, which may consist of several kinds of blocks.
+        tensor: Tensor-parallel size.
+        expert: Expert-parallel size.
+        expert_tensor: Expert-tensor-parallel size.
     """
     if len(shape.blocks) > 1:
         kinds = (
@@ -382,7 +394,7 @@ _CONVOLUTION = 4
 def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Tensor]:
     """Yield the tensors of a Mamba-2 mixer on one TP rank (`megatron/core/ssm/mamba_mixer.py`).
 
-    All are split by heads or groups. Only the convolution has a bias.
+    All tensors are split by heads or groups. Only the convolution has a bias.
     """
     yield _Tensor("attention", shape.hidden * mamba.projected_columns // tensor)
     yield _Tensor("norms", _CONVOLUTION * mamba.convolved_channels // tensor)
@@ -396,8 +408,8 @@ def _mamba_tensors(shape: ModelShape, mamba: Mamba, tensor: int) -> Iterator[_Te
 def _linear_tensors(shape: ModelShape, linear: LinearAttention, tensor: int) -> Iterator[_Tensor]:
     """Yield the tensors of linear attention on one TP rank (`megatron/core/ssm/gated_delta_net`).
 
-    All but the output's norm are split by heads. There are no biases, even if other layers have
-    them.
+    All tensors but the norm of the output are split by heads. Linear attention has no biases, even if other
+    layers of the model have biases.
     """
     yield _Tensor("attention", shape.hidden * linear.projected_columns // tensor)
     yield _Tensor("norms", linear.kernel * linear.convolved_channels // tensor)
@@ -410,8 +422,8 @@ def _linear_tensors(shape: ModelShape, linear: LinearAttention, tensor: int) -> 
 def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> Iterator[_Tensor]:
     """Yield the tensors of latent attention on one TP rank.
 
-    Down-projections are full or split, each followed by a norm if there are QK norms;
-    up-projections and output projection are split. Only the output projection has a bias.
+    Up-projections and the output projection are split. Down-projections are split only if
+    `latent.splits_down_projections` is set. A norm follows each down-projection if the model has QK norms.
     """
     heads, hidden = shape.heads // tensor, shape.hidden
     queries = heads * (latent.head_width + latent.rotary_width)
@@ -433,7 +445,12 @@ def _latent_tensors(shape: ModelShape, latent: LatentAttention, tensor: int) -> 
 def _mlp_tensors(
     shape: ModelShape, component: str, ffn: int, tensor: int, copies: int = 1
 ) -> Iterator[_Tensor]:
-    """Yield the tensors of an MLP, or of `copies` equal ones, with `ffn` columns."""
+    """Yield the parameter tensors of an MLP with `ffn` columns on one of `tensor` ranks.
+
+    Args:
+        component: Component of `Parameters` that the tensors count for.
+        copies: Number of identical MLPs on the rank, such as its experts.
+    """
     first = ffn * (2 if shape.gated else 1) // tensor
     yield _Tensor(component, shape.hidden * first, copies)
     yield _Tensor(component, ffn // tensor * shape.hidden, copies)
@@ -451,8 +468,10 @@ def _norm(shape: ModelShape, width: int = 0) -> tuple[int, ...]:
 
 @lru_cache(maxsize=4096)
 def _held_layers(spec: RunSpec, pipeline_rank: int) -> tuple[tuple[int, ...], ...]:
-    """Return, per kind of layer, how many layers' weights each virtual stage of a pipeline rank
-    holds.
+    """Return the number of layers on a pipeline rank: one tuple per kind of layer, with one number per
+    virtual stage.
+
+    Layers of multi-token prediction are counted in the last virtual stage of the last rank.
     """
     shape = spec.shape
     held = [
@@ -496,7 +515,16 @@ def _stage_of(
     first: bool,
     last: bool,
 ) -> _Stage:
-    """Return the tensors of a stage; the arguments are all that they depend on, as a cache key."""
+    """Return the parameter tensors of a pipeline stage.
+
+    Results are cached by the arguments.
+
+    Args:
+        degrees: Sizes of TP, EP, ETP and PP.
+        held: Number of layers of each kind on the stage.
+        first: True for the first stage.
+        last: True for the last stage.
+    """
     tensor, expert, expert_tensor, pipeline = degrees
     table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
     tensors = (
@@ -519,7 +547,10 @@ def _stage_of(
 def _layer_buffers(
     shape: ModelShape, tensor: int, expert: int, expert_tensor: int
 ) -> tuple[Buffer, Buffer]:
-    """Return the buffers of one layer's tensors without and with expert parallelism."""
+    """Return two buffers of one layer's parameters: of tensors outside experts, and of experts.
+
+    Without expert parallelism the experts are in the first buffer, and the second is empty.
+    """
     other_sizes: list[int] = []
     expert_sizes: list[int] = []
     for item in _layer_tensors(shape, tensor, expert, expert_tensor):

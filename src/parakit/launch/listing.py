@@ -190,8 +190,6 @@ def _join_names(names: Sequence[str], known: Sequence[str]) -> str:
     return ", ".join(names) or "none"
 
 
-ExpertsRow = tuple[str, Callable[[Model], int]]
-
 _SPLITS = {
     "ep2": parse_strategy("ep2", 2),
     "ep8": parse_strategy("ep8", 8),
@@ -201,32 +199,26 @@ _SPLITS = {
 }
 
 
-def _experts_table(models: Sequence[Model]) -> Table[ExpertsRow]:
-    """Return the table of mixture-of-experts models with their parameters.
+def _experts_table(models: Sequence[Model]) -> Table[Model]:
+    """Return the table of mixture-of-experts models with their parameters, a row per model.
 
-    The rows are all parameters, those that one token uses, and those of the peak rank per strategy. An expert
-    is split over ETP ranks, by default over TP. A narrow terminal first leaves out the models that differ from
-    a smaller one in their width alone.
+    The columns are all parameters, those that one token uses, and those of the peak rank per strategy. An expert
+    is split over ETP ranks, by default over TP. A narrow terminal leaves out the last columns.
     """
-    rows: list[ExpertsRow] = [
-        ("all", lambda model: total_parameters(model.shape)),
-        ("active", lambda model: active_parameters(model.shape)),
-    ]
-    rows += [
-        (f"per rank: {name}", partial(_peak_rank_parameters, split=split))
-        for name, split in _SPLITS.items()
-    ]
-
-    seen: set[tuple[int, int, int]] = set()
-
-    def model_column(model: Model) -> Column[ExpertsRow]:
-        depth = model.shape.layers, model.shape.experts, model.shape.seq_length
-        rank = int(depth in seen)
-        seen.add(depth)
-        return Column(model.name, lambda row: row[1](model), count, rank=rank)
-
-    columns = (Column[ExpertsRow]("", lambda row: row[0], right=False), *map(model_column, models))
-    return Table(columns, tuple(rows), "Mixtures of experts: parameters")
+    columns = (
+        Column[Model]("model", lambda model: model.name, right=False),
+        Column[Model]("all", lambda model: total_parameters(model.shape), count),
+        Column[Model]("active", lambda model: active_parameters(model.shape), count),
+        *(
+            Column[Model](name, partial(_peak_rank_parameters, split=split), count)
+            for name, split in _SPLITS.items()
+        ),
+    )
+    return Table(
+        columns,
+        tuple(models),
+        "Mixtures of experts: parameters, also of the peak rank per strategy",
+    )
 
 
 def _peak_rank_parameters(model: Model, split: Parallelism) -> int:

@@ -67,13 +67,13 @@ class BuildOptions:
 
 
 def build(options: BuildOptions, console: Console) -> int:
-    """Write a report's folder and print its tables and summary.
+    """Write a report's folder, and print its tables and summary.
 
-    The report's runs are added to the file of own measurements, if there is one.
+    If there is a file of own measurements, the runs of the report are added to it.
 
     Returns:
-        0, or 1 if there was no run or a strict comparison found a change, 2 for a wrong name or a baseline
-        or folder that cannot be used, 3 if a strict comparison left a time undecided.
+        0 if the report was written. 1 if there was no run, or if a strict comparison found a change. 2 for a wrong
+        name, or if the baseline or the folder cannot be used. 3 if a strict comparison left a time undecided.
     """
     name = options.name or utc_stamp()
     if not is_plain_name(name) or name == "latest":
@@ -134,7 +134,7 @@ def _describe_empty(report: Report) -> Iterator[str]:
 
 
 def finish_report(name: str, options: BuildOptions) -> FinishedReport:
-    """Return a report of runs and logs, compared with one another and with the baseline.
+    """Return a report that compares runs and logs with one another, and with an earlier report if one is named.
 
     No file is written.
 
@@ -150,7 +150,7 @@ def finish_report(name: str, options: BuildOptions) -> FinishedReport:
 
 
 def _add_measurements(path: Path, measured: OwnMeasurements) -> Iterator[str]:
-    """Add rows to the file of own measurements; yield sentences on what was added and left out."""
+    """Add rows to the file of own measurements; yield sentences on the added rows, the left-out runs and errors."""
     if measured.rows:
         rows = plural(len(measured.rows), "row")
         try:
@@ -185,9 +185,10 @@ def _build_report(name: str, options: BuildOptions) -> Report:
 
 
 def _state_device_and_repeats(run: Run, options: BuildOptions) -> Run:
-    """Return a run with its device, and with the name that makes it a repeat of other logs.
+    """Return a run with its device, and with the name that it shares with its repeats (`repeats_name`).
 
-    The device of a foreign log is the one of the options, else the one that the log or its arguments name.
+    The device of a foreign log is taken from the options, or else from the log or its arguments. It is empty if
+    none names one.
     """
     device = run.device
     if run.is_foreign and run.path.is_file():

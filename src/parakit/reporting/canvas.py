@@ -56,10 +56,10 @@ def can_draw() -> bool:
 
 
 def draw_chart(name: str, title: str, text: str, painter: Callable[[Figure], None]) -> Chart:
-    """Return the chart that a painter draws into a figure; equal input gives equal bytes.
+    """Return the chart that `painter` draws. Equal input gives equal bytes.
 
     Args:
-        name: Name of the chart, as of its file and its ids.
+        name: Name of the chart, which its file and its ids use.
         title: Title.
         text: Description.
         painter: Function that draws into an empty figure.
@@ -122,9 +122,9 @@ def chart_labels(entries: Sequence[Entry]) -> list[str]:
 
 
 def chart_label(name: str) -> str:
-    """Return a name for a chart, cut to 34 characters and with dollars escaped.
+    """Return a name for use in a chart: cut to 34 characters, with dollar signs escaped.
 
-    matplotlib would take text after a dollar for mathematics.
+    matplotlib would render text after a dollar sign as mathematics.
     """
     is_short = len(name) <= _MAX_NAME_LENGTH
     label = name if is_short else f"{name[: _MAX_NAME_LENGTH - 1]}…"
@@ -132,11 +132,10 @@ def chart_label(name: str) -> str:
 
 
 def extreme_indexes(values: Sequence[float] | NDArray[np.float64], limit: int) -> list[int]:
-    """Return the indexes of at most `limit` values to draw: both ends, and the lowest and highest of each stretch.
+    """Return the indexes of at most `limit` values to draw: the first, the last, and the extremes of each stretch.
 
-    All indexes are returned if there are no more than `limit` values. Below a limit of 4 up to 4 are returned.
-    Drawing every n-th value instead would lose spikes, and could show a run that alternates between two values
-    as constant.
+    Every index is returned if there are no more than `limit` values. A limit below 4 counts as 4. Drawing every
+    n-th value instead would lose spikes, and could show a run that alternates between two values as constant.
     """
     count = len(values)
     if count <= limit:

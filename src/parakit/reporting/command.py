@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def scrape(logs: Sequence[Path], json: bool) -> int:
-    """Print the contents of logs, as sentences or as JSON; return 1 if one cannot be read."""
+    """Print the contents of logs as sentences or as JSON; return 1 if a log cannot be read, else 0."""
     results: list[dict[str, Any]] = []
     unreadable = 0
     for path in map(Path, logs):
@@ -53,9 +53,9 @@ def scrape(logs: Sequence[Path], json: bool) -> int:
 
 
 def report(given: Namespace) -> int:
-    """Write a report's folder and print it; return the exit code of `build`.
+    """Write and print a report; return the exit code of `build`.
 
-    With `--scrape` the contents of logs are printed, and nothing is written.
+    With `--scrape` the contents of logs are printed instead, and nothing is written.
 
     Raises:
         ValueError: There is no such device, or an option is missing or contradicts another.
@@ -86,11 +86,11 @@ def report(given: Namespace) -> int:
 
 
 def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
-    """Return the options of a report of these run folders and logs.
+    """Return the options of a report on some run folders and logs.
 
     Args:
-        logs: Paths and patterns, as in LOGS=; none of them means all run folders.
-        device: Key of the device of logs that do not name it; None leaves it unknown.
+        logs: Paths and patterns, as in LOGS=; an empty sequence means all run folders.
+        device: Key of the device for logs that do not name their device; None leaves the device unknown.
 
     Raises:
         ValueError: There is no such device.
@@ -113,11 +113,10 @@ def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
 def named_logs(word: str) -> list[tuple[Path, str]]:
     """Return the paths that one word of LOGS= stands for, each with a name or an empty text.
 
-    `-` is standard input, which is copied to a file until the program ends.
-
-    A word is a path or a pattern, whose files get an empty name, or `name=path,path`. Logs of one name are repeats
-    of one configuration: `tp2=1.log,2.log` gives both logs the name `tp2`. A pattern without a match is returned as
-    a path.
+    The word can be a path or a pattern, and then the name is empty. It can also be `name=path,path`: in
+    `tp2=1.log,2.log` both logs get the name `tp2`, which makes them repeats of one configuration. A pattern
+    without a match is returned as a path. `-` is standard input, which is copied to a temporary file until the
+    program ends.
     """
     name, is_named, paths = word.partition("=")
     # A path may hold "=", too.
@@ -149,7 +148,7 @@ def _matching(word: str) -> list[Path]:
 
 @cache
 def _store_standard_input() -> Path:
-    """Return the path of a temporary file with all of standard input, because a log is read more than once."""
+    """Return the path of a temporary file with the content of standard input, because a log is read more than once."""
     folder = Path(tempfile.mkdtemp(prefix="parakit-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     path = folder / "standard-input.log"
@@ -178,10 +177,10 @@ def explain(run: Sequence[str], runs: Path) -> int:
 
 
 def trace(run: str | None, runs: Path) -> int:
-    """Draw a traced iteration with all ranks on one time axis; return 1 if there is none.
+    """Draw a traced iteration with all ranks on one time axis; return 1 if there is no traced run, else 0.
 
     Args:
-        run: A run folder or a target, of which the newest run is drawn; None takes the newest run.
+        run: A run folder, or a target whose newest run is drawn; None takes the newest run of all.
         runs: Folder of all runs.
     """
     from rich.console import Console

@@ -80,10 +80,12 @@ class ActivationAligner:
                     self._holders.setdefault(key, (rank_capture, record))
 
     def align(self, rank_capture: RankCapture, record: TensorRecord) -> Alignment:
-        """Return a rank's tensor with the same part of the reference's tensor.
+        """Return a rank's tensor with the same part of the reference's tensor, or the obstacle to aligning them.
 
-        Activation gradients of the reference are multiplied so that their loss is scaled as the strategy's
-        is. A loss or number of tokens of one part of the sequence is summed over all parts.
+        The two runs may multiply the loss by different factors before the backward pass. The reference's
+        activation gradients are therefore multiplied by the quotient of the two factors. A context-parallel
+        rank has the loss and the number of tokens of its part of the sequence only, so both are summed over all
+        parts.
         """
         tensor_key, rank = record.tensor_key, rank_capture.rank
         ours = rank_capture.values(record)
@@ -126,7 +128,10 @@ class ActivationAligner:
     def _align_with_same_rank(
         self, rank: CapturedRank, record: TensorRecord, ours: Array
     ) -> Alignment:
-        """Align a tensor with that of the same rank in a reference that has the same layout."""
+        """Return a rank's tensor with the tensor of the same rank in a reference with the same parallel sizes.
+
+        The result is an obstacle if that rank has no such tensor, or has a tensor of another shape.
+        """
         rank_capture = self._reference.ranks[rank.rank]
         stripped = _strip_micro_batch(record.tensor_key)
         tensor_key = TensorKey(
@@ -147,7 +152,7 @@ class ActivationAligner:
         return Alignment(ours, rank_capture.values(reference_record))
 
     def _cut_part(self, full: Array, record: TensorRecord, rank: CapturedRank) -> Array | None:
-        """Return the rank's part of a full tensor; None if no known split gives the record's shape."""
+        """Cut a rank's part out of a full tensor. Return None if no known split gives the record's shape."""
         part = _cut_part(
             full,
             record.shape,
@@ -178,9 +183,11 @@ class ActivationAligner:
     def _read_micro_batch(
         self, rank: CapturedRank, record: TensorRecord
     ) -> _ReferenceTensor | None:
-        """Return the reference's full tensor for the samples of a rank's micro batch; None if it has none.
+        """Return the reference's full tensor for the samples of a rank's micro batch.
 
-        The samples may be some of a micro batch of the reference, or span several.
+        If the micro batches of the two runs differ in size, the samples are a part of one micro batch of the
+        reference, or come from several. None means that the reference lacks the tensor in one of these micro
+        batches.
         """
         micro_batch = record.tensor_key.micro_batch
         assert micro_batch is not None
@@ -207,7 +214,7 @@ class ActivationAligner:
         return _ReferenceTensor(samples, present[0].loss_scale)
 
     def _read_reference(self, record: TensorRecord, number: int) -> _ReferenceTensor | None:
-        """Return the reference's tensor of its micro batch `number`; None if it has none."""
+        """Return the reference's tensor of its micro batch `number`; None if the reference has no such tensor."""
         holder = self._holders.get((_strip_micro_batch(record.tensor_key), number))
         if holder is None:
             return None
@@ -219,10 +226,10 @@ class ActivationAligner:
     def _align_over_global_batch(
         self, rank_capture: RankCapture, record: TensorRecord
     ) -> Alignment:
-        """Align a sum over the tokens of a micro batch by summing over the global batch.
+        """Return a loss and the reference's loss, each summed over all micro batches of the global batch.
 
-        Sums over micro batches of different sizes differ, but their total is the same. This holds for losses
-        alone; any other tensor is not aligned.
+        This is for runs whose micro batches differ in size. Losses of single micro batches cannot be compared
+        then, but their totals can. A tensor that is not a loss gives an obstacle.
         """
         tensor_key, rank = record.tensor_key, rank_capture.rank
         if tensor_key.stage is not CaptureStage.LOSS or is_recomputed(tensor_key):
@@ -256,7 +263,7 @@ class ActivationAligner:
         return Alignment(np.sum(our_values, axis=0), np.sum(reference_values, axis=0))
 
     def _sum_over_context(self, rank: CapturedRank, tensor_key: TensorKey, values: Array) -> Array:
-        """Return a loss, or a number of tokens, summed over the context-parallel group of a rank."""
+        """Return a loss or a number of tokens, summed over a rank's context-parallel group."""
         for other_capture in self._strategy.ranks:
             other = other_capture.rank
             is_same_group = (other.data, other.tensor, other.pipeline) == (
@@ -274,7 +281,8 @@ class ActivationAligner:
         """Return the reference's rows for the tokens that an expert on this rank has.
 
         The rows are in the order of the ranks that send tokens (`expert_sources`). None means that the
-        reference lacks a micro batch, or that its routing does not tell which rows a sender has.
+        reference lacks the tensor in a micro batch, or that the captured routing does not tell which rows
+        belong to a sender.
         """
         assert tensor_key.micro_batch is not None
         rows_of_senders, loss_scale = [], 1.0
@@ -346,9 +354,10 @@ def _strip_micro_batch(tensor_key: TensorKey) -> TensorKey:
 
 
 def list_activation_tensor_keys(capture: Capture) -> dict[TensorKey, None]:
-    """Return the tensor keys of all activations without micro batches, in order of computation.
+    """Return the tensor keys of all activations, each once, without the number of the micro batch.
 
-    What routers chose in earlier iterations is left out. The result is a dict to be an ordered set.
+    The keys are in the order in which the ranks computed them, rank after rank. Choices that routers made in
+    earlier iterations are left out. The result is a dict without values, which serves as an ordered set.
     """
     return {
         _strip_micro_batch(record.tensor_key): None
@@ -376,9 +385,10 @@ def is_in_expert(name: str) -> bool:
 
 
 def find_router(name: str) -> tuple[TensorKey, int | None]:
-    """Return the tensor key of the routing map of an expert's layer, and the expert's number.
+    """Return the tensor key of the routing map that sends tokens to an expert, and the expert's number.
 
-    The number is None if `name` is not a module of a single expert.
+    `name` is a module in the layer's experts. The number is None if the module does not belong to a single
+    expert.
     """
     layer, _, expert = name.partition(f"{EXPERTS}.local_experts.")
     number = int(expert.partition(".")[0]) if expert else None
@@ -388,7 +398,8 @@ def find_router(name: str) -> tuple[TensorKey, int | None]:
 def micro_batch_loss_scale(rank: CapturedRank) -> float:
     """Return the factor by which a micro batch's summed loss is multiplied before the backward pass.
 
-    The division by the number of tokens is not part of it. With a loss per token, the factor is 1.
+    Megatron also divides the loss by the number of tokens; the factor does not include this division. With
+    `--calculate-per-token-loss` the factor is 1.
     """
     if rank.per_token_loss:
         return 1.0
@@ -410,10 +421,11 @@ def _select_samples(
         reference: A rank of the reference, for its sizes.
         shape: Shape of the strategy's tensor, from which the batch dimension follows.
         num_samples: Number of samples to return.
-        num_skipped: Number of samples of the first tensor that come before.
+        num_skipped: Number of samples to skip at the beginning of the first tensor.
 
     Returns:
-        The samples; the first tensor if no dimension is the batch, as for rotary angles of positions.
+        The samples. If no dimension is the batch, as in the rotary angles of positions, the first tensor is
+        returned unchanged.
     """
     full_shape = tensors[0].shape
     batch_axis = None
@@ -444,10 +456,10 @@ def _cut_part(
     reference: CapturedRank,
     tensor_key: TensorKey,
 ) -> Array | None:
-    """Return the part of `full` that a rank's tensor of `shape` is; None if no known split gives it.
+    """Cut out of `full` the part that a rank holds as a tensor of shape `shape`.
 
     Each dimension whose size differs is cut. The sequence is cut by context and sequence parallelism, and any
-    other dimension by tensor parallelism.
+    other dimension by tensor parallelism. None means that no known split gives a part of this shape.
     """
     if full.ndim != len(shape):
         return None
@@ -500,14 +512,14 @@ def _count_sequences(full: Array, reference: CapturedRank) -> int:
 def _cut_dimension_by_tensor_parallel(
     tensor: Array, axis: int, *, size: int, rank: CapturedRank, tensor_key: TensorKey
 ) -> Array | None:
-    """Return the tensor-parallel rank's part of a dimension; None if the dimension is not split by TP.
+    """Cut a tensor-parallel rank's part out of a dimension. Return None if TP does not split the dimension.
 
     Args:
         tensor: The tensor, whose dimension has its full size.
         axis: The dimension.
         size: The size of the dimension on the rank.
         rank: The rank.
-        tensor_key: Key of the tensor; experts have a TP of their own.
+        tensor_key: Key of the tensor. Tensors of experts are split by the expert tensor parallel size.
     """
     tensor_parallel = rank.expert_tensor if is_in_expert(tensor_key.name) else rank.tensor
     tensor_rank, tensor_size = tensor_parallel
@@ -536,7 +548,7 @@ def _cut_sequence(
 
     Args:
         full: Tensor with the full sequence.
-        axis: Dimension of the sequence. Its size may also be that of sequence times batch, merged.
+        axis: Dimension of the sequence. The sequence and the batch may be merged in it.
         ratio: Number of equal parts that the dimension is cut into.
         rank: The rank whose part is returned.
         reference: A rank of the reference, for the sequence length.
@@ -562,7 +574,8 @@ def _cut_sequence(
 def sequence_positions(rank: CapturedRank, context: int, tensor: int | None = None) -> Array:
     """Return the positions in the sequence that a context-parallel rank holds.
 
-    If `tensor` is given and the run uses sequence parallelism, return those of that tensor-parallel rank.
+    With sequence parallelism and `tensor` given, only the positions that the tensor-parallel rank `tensor`
+    holds are returned.
     """
     positions = _cut_context_parallel(
         np.arange(rank.sequence_length), axis=0, context=(context, rank.context[1])
@@ -585,7 +598,8 @@ def token_indices(rank: CapturedRank, context: int, tensor: int) -> Array:
 def _cut_context_parallel(full: Array, axis: int, context: tuple[int, int]) -> Array:
     """Return a context-parallel rank's two chunks of the sequence, one from the front and one from the back.
 
-    With these two, every rank computes equally much causal attention. `context` is rank and group size.
+    These two chunks give every rank the same amount of causal attention to compute. `context` is the rank's
+    number in its context-parallel group, and the group's size.
     """
     context_rank, context_size = context
     chunks = np.split(full, 2 * context_size, axis)
@@ -595,9 +609,11 @@ def _cut_context_parallel(full: Array, axis: int, context: tuple[int, int]) -> A
 def _cut_tensor_parallel(
     full: Array, axis: int, *, tensor: tuple[int, int], is_gated: bool
 ) -> Array:
-    """Return a tensor-parallel rank's part; of a gated layer, its parts of gate and value.
+    """Cut a tensor-parallel rank's part out of the dimension `axis`.
 
-    `tensor` is the rank and the group's size.
+    `tensor` is the rank's number in its tensor-parallel group, and the group's size. A gated layer stores the
+    gate before the value. The result is then the rank's part of the gate, followed by the rank's part of the
+    value.
     """
     tensor_rank, tensor_size = tensor
     if not is_gated:

@@ -68,7 +68,7 @@ class RankCapture:
         return records
 
     def read_changes(self, file: str) -> dict[tuple[str, str, str], float]:
-        """Return how far each of the rank's tensors changed when the iteration was repeated.
+        """Read how much each of the rank's tensors changed when the iteration was repeated.
 
         Args:
             file: Name of the JSON file in the rank's folder, such as `responses.json`.
@@ -117,10 +117,11 @@ class Capture:
         return modules
 
     def responses(self) -> dict[tuple[str, str, str], float]:
-        """Return how far each tensor changes when all weights change by one rounding error.
+        """Return the relative change of each tensor when all weights change by one rounding error.
 
-        The change is relative, and the largest over all ranks. The key is the stage, the name of the full
-        parameter or module, and the slot. Only a reference that trained with rounding probes has responses.
+        If several ranks hold a tensor, the result has the largest of their changes. The key is the stage, the
+        name of the full parameter or module, and the slot. Only a reference that trained with rounding probes
+        has responses.
 
         Raises:
             FileNotFoundError: A rank measured no responses.
@@ -228,8 +229,8 @@ def group_parameter_parts(
 def assemble_parameter(parts: list[ParameterPart], capture: Capture) -> Array:
     """Join all ranks' parts of a tensor into the full tensor; elements that no rank holds are 0.
 
-    The result for local gradients, which are not reduced yet, is the gradient that their reduction over the
-    ranks should give.
+    Local gradients are gradients before their reduction over the ranks. For these, the result is the gradient
+    that the reduction should give.
     """
     first, shape = parts[0], parts[0].full_shape
     is_local_gradient = first.record.tensor_key.stage is CaptureStage.LOCAL_GRADIENTS
@@ -256,10 +257,10 @@ def assemble_region(
     region: tuple[slice, ...],
     shape: tuple[int, ...],
 ) -> Array | None:
-    """Join all ranks' parts of a tensor, and return a region of the full tensor.
+    """Join all ranks' parts of a tensor, and cut the region `region` out of the full tensor.
 
-    The full tensor is returned if its number of dimensions is not that of `shape`. None means that the result
-    would not have the shape `shape`.
+    The full tensor itself is taken if it has another number of dimensions than `shape`. None means that the
+    result does not have the shape `shape`.
     """
     full = assemble_parameter(parts, capture)
     values = full[region] if full.ndim == len(shape) else full
@@ -272,9 +273,11 @@ def average_local_gradients(
     """Average a parameter's local gradients over the data- and context-parallel ranks.
 
     Returns:
-        One list per region of the parameter. It has one mean per group of data- and context-parallel ranks,
-        with the part of the group's first rank. If several groups hold one region, such as the tensor-parallel
-        ranks of a norm, their means either add up to the gradient or are each the full gradient.
+        One list per region of the parameter. Each list has one mean per group of data- and context-parallel
+        ranks, together with the part of the group's first rank. Several groups can hold the same region: the
+        weight of a norm, for example, is on every tensor-parallel rank. The means of these groups either add up
+        to the gradient, or each of them is the full gradient. With a loss per token, a mean is the sum over the
+        group.
     """
     copies: defaultdict[tuple[int, ...], list[ParameterPart]] = defaultdict(list)
     for part in parts:
@@ -300,9 +303,9 @@ def full_parameter_name(name: str) -> str:
 
 
 def encode_tensor(values: Array, dtype: str) -> memoryview:
-    """Return the bytes of `values` in a captured dtype, as `CaptureWriter.add` takes them.
+    """Convert values to a dtype of a capture, and return the bytes that `CaptureWriter.add` takes.
 
-    Values are rounded to bfloat16 to nearest, ties to even.
+    Rounding to bfloat16 is to the nearest number, and to the even one of two equally near numbers.
     """
     if dtype == "bfloat16":
         bits = np.ascontiguousarray(values, np.float32).view(np.uint32)
@@ -330,8 +333,8 @@ def round_to_dtype(values: Array, dtype: str) -> Array:
 def order_tensor_keys(capture: Capture) -> list[TensorKey]:
     """Return the keys of all ranks' tensors in the order in which a single rank would compute the tensors.
 
-    The keys have no micro batch, so that each tensor comes once. The order follows the layers, in the backward
-    pass from last to first.
+    The keys have no micro batch, so each tensor is listed once. The order follows the layers: from first to
+    last in the forward pass, and from last to first in the backward pass.
 
     Ranks of one pipeline stage can hold different tensors, such as experts. The first rank of the stage gives the
     order. If rank 1 computes `a`, `x`, `b` and rank 0 only `a`, `b`, then `x` is placed directly before `b`.
@@ -368,10 +371,11 @@ def _chunks_of_tensor_keys(
     stage: CaptureStage,
     first_layers: Mapping[int | None, int],
 ) -> list[float]:
-    """Return, for each key of a rank and stage, the number by which its chunk of layers is ordered.
+    """Return one sort number per key of a rank's stage: the number of the first layer of the key's chunk.
 
-    A tensor outside of layers belongs to the chunk of the tensor before it. Tensors before the first layer, such as the
-    embedding's, come before that layer's chunk.
+    The numbers are negative for activation gradients, whose order is reversed. A tensor outside of layers gets
+    the number of the tensor before it. Tensors before the first layer, such as the output of the embedding, get
+    half a unit less than the first layer's chunk.
     """
     sign = -1 if stage is CaptureStage.ACTIVATION_GRADIENTS else 1
     numbers = [first_layers.get(_layer_number(key.name)) for key in tensor_keys]
@@ -396,7 +400,7 @@ def _add_positions(
     """Add the positions of a rank's keys of one stage to `positions`; a key that has a position keeps it.
 
     Args:
-        positions: Positions of the earlier ranks' keys, which is changed.
+        positions: Positions of the earlier ranks' keys. The new positions are added to it in place.
         tensor_keys: The rank's keys of the stage, in the order of its computation.
         chunks: The chunk of each key.
         is_later_rank: True if an earlier rank of the same pipeline stage gave the order. Keys that only this rank
@@ -430,7 +434,7 @@ def _positions_before_known_tensor_keys(
 ) -> dict[TensorKey, float]:
     """Return positions for the keys without one, each just before the next key that has a position.
 
-    Keys after the last key with a position are left out.
+    Keys that come after the last key with a position are left out of the result.
     """
     new_positions: dict[TensorKey, float] = {}
     next_position: float | None = None

@@ -131,17 +131,18 @@ Drift = Mapping[ComparisonKey, float]
 def measure_drift(reference: Capture, runs: Iterable[Capture]) -> Drift:
     """Return the relative error that rounding in earlier iterations causes in each weight and optimizer state.
 
-    Adam divides by the gradient's size, so at a high learning rate an error grows from one iteration to
-    the next.
+    Adam divides each update by the size of the gradient. So at a high learning rate, a rounding error grows
+    from one iteration to the next.
 
     Args:
         reference: Capture of the undisturbed run.
         runs: Captures of runs whose weights were changed by one rounding error in each earlier iteration.
 
     Returns:
-        The largest relative error of each tensor over all runs, by tensor. An error that is small compared
-        with other tensors of its slot is raised to twice the slot's largest error over `RESPONSES`. Tensors
-        with an infinite error are left out.
+        The largest relative error of each tensor over all runs, by tensor. The lower bound of every error in a
+        slot, such as `exp_avg`, is twice the largest error of the slot divided by `RESPONSES`. Smaller errors
+        are raised to this bound, except for errors of updates. Errors of a tensor that are not finite are left
+        out.
     """
     largest_errors: dict[ComparisonKey, float] = {}
     for run in runs:
@@ -207,7 +208,7 @@ class _FirstCopy:
 
 @dataclass(frozen=True)
 class _SimilarTensors:
-    """Tensors of the reference that a wrong tensor may be mixed up with."""
+    """Tensors of the reference that a strategy may have used in place of the right tensor."""
 
     stage: CaptureStage
     slot: str
@@ -276,7 +277,7 @@ class _Comparer:
         )
 
     def _count_constant_starts(self) -> int | None:
-        """Return how many parameters and buffers have one equal value in all elements when the iteration starts.
+        """Return the number of parameters and buffers whose elements are all equal when the iteration starts.
 
         Tensors with a single element are not counted. None means that the reference captured no tensors at
         the start of the iteration.
@@ -291,9 +292,10 @@ class _Comparer:
         return num_constant if starts else None
 
     def _align_all_ranks(self, key: ComparisonKey, micro_batch: int) -> list[ComparedTensor]:
-        """Return one activation in one micro batch: each rank's tensor with the reference's that it must equal.
+        """Return each rank's tensor of one activation and micro batch, paired with the right tensor.
 
-        Ranks whose tensor cannot be aligned with the reference's are left out.
+        The right tensor is the same part of the reference's activation. Ranks whose tensor cannot be aligned
+        with the reference are left out.
         """
         tensors = []
         for rank_capture in self._strategy.ranks:
@@ -311,7 +313,7 @@ class _Comparer:
         return tensors
 
     def _list_similar_tensors(self, comparison: TensorComparison) -> Iterator[tuple[str, Array]]:
-        """Yield names and values of the reference's tensors that a strategy may have used by mistake.
+        """Yield names and values of the reference's tensors that a strategy may have used in place of the right one.
 
         A wrong tensor of a parameter's shape is compared with the same region of all other parameters. A
         weight is also compared with its value before the iteration, and an optimizer state with the gradient
@@ -352,8 +354,9 @@ class _Comparer:
     ) -> Iterator[tuple[str, Array]]:
         """Yield the reference's tensors of an activation that the rank of `tensor` may have used by mistake.
 
-        These are the right tensors of this rank in other micro batches, and of other ranks in the same micro
-        batch. Each comes with a name such as `rank 1`. Equal tensors are left out.
+        These are the right tensors of this rank in other micro batches, and the right tensors of other ranks in
+        the same micro batch. Each has a name such as `rank 1` or `micro batch 2`. Tensors that equal the right
+        tensor of `tensor`, or have another shape, are left out.
         """
         for micro_batch in range(self._strategy.first.micro_batches):
             for other in self._align_all_ranks(key, micro_batch):
@@ -399,7 +402,11 @@ class _Comparer:
         record: TensorRecord,
         partial_sums: dict[object, _PartialSums],
     ) -> None:
-        """Compare one rank's tensor, or add it to `partial_sums` if it may be a term of a sum over ranks."""
+        """Compare one rank's tensor with the reference.
+
+        A tensor that may be one term of a sum over ranks is only added to `partial_sums`, and compared later. A
+        tensor that cannot be aligned, or that overflows in both runs, is listed as not compared.
+        """
         rank, tensor_key = rank_capture.rank, record.tensor_key
         aligned = self._aligner.align(rank_capture, record)
         if aligned.ours is None or aligned.reference is None:
@@ -421,9 +428,10 @@ class _Comparer:
         comparison.add(tensor, error)
 
     def _is_overflow(self, stage: CaptureStage, *tensors: Array) -> bool:
-        """Return True if one of the tensors is a gradient that overflows, and the reference overflows as well.
+        """Return True if one of the tensors is a gradient with an element that is not finite, and the reference
+        overflows.
 
-        Megatron then skips the optimizer step of both runs.
+        Megatron then skips the optimizer step in both runs.
         """
         if stage not in _SCALED_STAGES or not self._reference_overflows:
             return False
@@ -444,10 +452,11 @@ class _Comparer:
     ) -> float:
         """Return the relative error of the part of a tensor that one rank holds.
 
-        An error above the tolerance is reduced if the part's elements are smaller than the full tensor's.
-        The tolerance is measured on the full tensor, and a small element that is a sum of larger numbers has
-        the same absolute rounding error as a large element. So the error is then taken relative to the
-        quadratic mean of the full tensor. `scale` is the factor by which the reference was multiplied.
+        An error within the tolerance is returned unchanged. A larger error is taken relative to the quadratic
+        mean of the full tensor if the elements of the part are smaller than this mean. The reason is that the
+        tolerance was measured on the full tensor, and that a small element, as a sum of larger numbers, has the
+        same absolute rounding error as a large element. `scale` is the factor by which the reference was
+        multiplied.
         """
         error = relative_error(tensor.ours, tensor.reference)
         is_within_tolerance = error <= comparison.tolerance
@@ -461,9 +470,10 @@ class _Comparer:
     def _compare_routing(self, rank_capture: RankCapture, record: TensorRecord) -> None:
         """Compare the experts that a router chose for each token with the reference's choice.
 
-        A token may get another expert if the two scores differ by rounding alone. Such tokens are counted in
-        `_num_flips`, for all iterations up to the captured one. Other differences are errors, but only in the
-        captured iteration: choices of earlier iterations are not compared.
+        Rounding can give a token another expert if the scores of two experts are almost equal. Such tokens are
+        no errors. They are counted in `_num_flips`, in the captured iteration and in all earlier iterations.
+        Any other difference is an error if it is in the captured iteration. In earlier iterations it is
+        ignored.
         """
         tensor_key = record.tensor_key
         scores_tensor_key = msgspec.structs.replace(
@@ -621,11 +631,11 @@ class _Comparer:
         parts: list[ParameterPart],
         expected: Mapping[ParameterKey, list[ParameterPart]],
     ) -> None:
-        """Compare the changes of a parameter's weights in this iteration with the reference's changes.
+        """Compare how much a parameter's weights change in this iteration with the changes in the reference.
 
-        A difference that rounding of the weight and of its gradient explains is no error. The error of each
-        rank's part is added to `comparison`. Updates of an optimizer without second moment are counted as not
-        compared.
+        A difference that the rounding of the weight and of its gradient can explain is no error. The error of
+        each rank's part is added to `comparison`. If the optimizer has no second moment, the updates are listed
+        as not compared.
         """
         weight_slot = key[2].removesuffix(UPDATE_SUFFIX).strip() or _WEIGHT
         second_moment = self._second_moments.get((*key[:2], _SECOND_MOMENT))
@@ -666,9 +676,10 @@ class _Comparer:
     ) -> None:
         """Compare a weight at the start of the iteration with the reference's.
 
-        Each difference is divided by the distance that the earlier updates could have moved the weight, and
-        the error of each rank's part is added to `comparison`. The values themselves are compared if this
-        distance was not captured and the optimizer keeps no second moment.
+        Each difference is divided by the distance that the earlier updates could have moved the weight. The
+        largest quadratic mean of a row of these quotients is the error of a rank's part, and is added to
+        `comparison`. If the distance was not captured and the optimizer has no second moment, the weights
+        themselves are compared.
         """
         full = assemble_parameter(expected[key], self._reference)
         reach = self._update_reaches.get((*key[:2], UPDATE_MAGNITUDE))
@@ -694,8 +705,9 @@ class _Comparer:
     def compare_weights_with_masters(self) -> None:
         """Compare each of the strategy's weights bit for bit with its fp32 master copy, rounded to its dtype.
 
-        This check finds weights that the optimizer does not update. The comparison with the reference would
-        not find them, because bf16 weights move less in a few iterations than they are rounded.
+        This check finds weights that the optimizer does not update. The comparison with the reference misses
+        such weights, because in a few iterations a bf16 weight moves by less than its rounding error.
+        Differences are added as faults.
         """
         weights = group_parameter_parts(self._strategy, CaptureStage.WEIGHTS, _WEIGHT)
         masters = group_parameter_parts(self._strategy, CaptureStage.OPTIMIZER_STATE, _MASTER)
@@ -715,9 +727,10 @@ class _Comparer:
                     self._add_fault((CaptureStage.WEIGHTS, fault.name, MASTER_CAST), fault)
 
     def compare_replicated_outputs(self) -> None:
-        """Compare outputs that tensor-parallel ranks hold in full with each other, bit for bit.
+        """Compare outputs that every tensor-parallel rank holds in full between the ranks, bit for bit.
 
-        The reference is not needed, and ranks with sequence parallelism have no such outputs.
+        The reference is not used. With sequence parallelism nothing is compared, because no rank holds such an
+        output in full.
         """
         first_copies: dict[object, tuple[RankCapture, TensorRecord]] = {}
         for rank_capture in self._strategy.ranks:
@@ -742,7 +755,8 @@ class _Comparer:
     def compare_scalars(self) -> None:
         """Compare the optimizer's step numbers, and each rank's gradient norm, with the reference's.
 
-        A norm is listed as not compared if the rank does not clip gradients and one of the two norms is 0.
+        The number of tokens per expert is skipped here. A gradient norm is listed as not compared if the rank
+        does not clip gradients and one of the two norms is 0.
         """
         expected: dict[TensorKey, tuple[RankCapture, TensorRecord]] = {}
         for rank_capture, record in _list_scalars(self._reference):
@@ -773,9 +787,10 @@ class _Comparer:
                 comparison.copies.append(tensor)
 
     def _reference_names(self) -> dict[str, str]:
-        """Return the reference's name of each of the strategy's parameters, by the strategy's name.
+        """Return the name that each parameter of the strategy has in the reference, by its name in the strategy.
 
-        The names differ for tied weights, such as the embedding, which a pipeline holds under two names.
+        The two names differ for tied weights: a pipeline holds the embedding under two names. Parameters that
+        the reference lacks are left out.
         """
         expected = group_parameter_parts(self._reference, CaptureStage.WEIGHTS)
         names: dict[str, str] = {}
@@ -786,7 +801,7 @@ class _Comparer:
         return names
 
     def compare_token_counts(self) -> None:
-        """Compare the number of tokens that each expert got in the iteration, summed over all routing ranks."""
+        """Compare the number of tokens that each expert got in the iteration, summed over all ranks."""
         our_counts, first_records = _sum_token_counts(self._strategy)
         reference_counts, _ = _sum_token_counts(self._reference)
         for key, ours in our_counts.items():
@@ -800,8 +815,8 @@ class _Comparer:
     def compare_unobserved_gradients(self) -> None:
         """Check that capturing does not change the strategy's gradients.
 
-        Some ranks have repeated the iteration without capturing anything, and stored how far each reduced
-        gradient changed. A change above the gradient's tolerance is an error. Other ranks are skipped.
+        Some ranks repeated the iteration without capturing, and stored how much each reduced gradient changed.
+        A change above the tolerance of the gradient is an error. Ranks without such a repetition are skipped.
         """
         for rank_capture in self._strategy.ranks:
             if not (rank_capture.folder / UNOBSERVED_FILE).is_file():
@@ -844,7 +859,8 @@ class _Comparer:
     def _add_fault(self, key: ComparisonKey, fault: ParameterFault) -> None:
         """Add the result of a check of one parameter to the comparison `key`.
 
-        Ranks of several faults are joined. The largest fraction and the first description are kept.
+        If several faults have the same key, their ranks are joined, and the largest fraction and the first
+        description are kept.
         """
         weight_key = (CaptureStage.WEIGHTS, fault.name, _WEIGHT)
         order = self._order.get(weight_key, float(len(self._order)))
@@ -857,7 +873,9 @@ class _Comparer:
         comparison.fault = comparison.fault or fault.kind
 
     def _get_comparison(self, key: ComparisonKey, record: TensorRecord) -> TensorComparison:
-        """Return the comparison of a key; create it for tensors like `record` if there is none yet."""
+        """Return the comparison of a key. If there is none yet, create it with the tolerance of a tensor like
+        `record`.
+        """
         if key not in self._comparisons:
             order = self._order.get(key, len(self._order))
             if key[0] in (CaptureStage.LOCAL_GRADIENTS, CaptureStage.NORM):
@@ -883,8 +901,7 @@ class _Comparer:
 
 
 def _sort_key(comparison: TensorComparison) -> tuple[object, ...]:
-    """Return a key that sorts comparisons from causes to consequences: an error comes before the errors that
-    follow from it.
+    """Return a sort key that puts an error before the errors that follow from it.
 
     Tensors at the start of the iteration come first. The value of the gradient norm comes after the elements
     that it counts, because a wrong count makes the value wrong. The strategy's initialization comes last: the
@@ -904,9 +921,10 @@ def _sort_key(comparison: TensorComparison) -> tuple[object, ...]:
 
 
 def _add_sum_or_copies(comparison: TensorComparison, tensors: list[ComparedTensor]) -> None:
-    """Add tensors of several ranks with an equal reference to a comparison: as one sum, or each by itself.
+    """Add tensors of several ranks to a comparison, either as their sum or each by itself.
 
-    The sum is added if its error is smaller than the largest error of a single tensor.
+    All tensors must have the same reference. If the sum over the ranks has a smaller error than the worst
+    single tensor, only the sum is added, under the first rank. Otherwise each tensor is added by itself.
     """
     first = tensors[0]
     if len(tensors) > 1:
@@ -952,7 +970,7 @@ def _compare_parts(comparison: TensorComparison, parts: list[ParameterPart], ful
 def _find_stale_weights(
     part: ParameterPart, master: Array, is_mastered: Array
 ) -> ParameterFault | None:
-    """Compare a rank's weights with the rounded master copy; return the fault, or None if all are equal.
+    """Compare a rank's weights with the rounded master copy; return a fault, or None if all are equal.
 
     Elements without a master copy, and elements that the rank does not hold, are left out.
 
@@ -1001,8 +1019,8 @@ def _sum_token_counts(
 ) -> tuple[dict[ComparisonKey, Array], dict[ComparisonKey, TensorRecord]]:
     """Return the number of tokens that each router sent to each expert, summed over the ranks.
 
-    Without sequence parallelism all tensor-parallel ranks route the same tokens, so only the first of them
-    counts. The second result holds each router's first record.
+    Without sequence parallelism all tensor-parallel ranks route the same tokens, so only the first of these
+    ranks is counted. The second result has the first record of each router.
     """
     totals: dict[ComparisonKey, Array] = {}
     first_records: dict[ComparisonKey, TensorRecord] = {}
@@ -1015,10 +1033,11 @@ def _sum_token_counts(
 
 
 def _may_be_partial_sum(rank: CapturedRank, tensor_key: TensorKey) -> bool:
-    """Return True if an activation may be the sum of the tensors that several tensor-parallel ranks hold.
+    """Return True if a rank's tensor may be only one term of a sum over tensor-parallel ranks.
 
-    Ranks that share an expert add up their outputs after the expert and not inside it. If there are fewer
-    key/value heads than ranks, the gradient of a head is the sum over the ranks whose queries attend to it.
+    There are two such cases. Ranks that share an expert add up their outputs only after the expert, so every
+    tensor inside it may be a term. If there are fewer key/value heads than ranks, the gradient of a head is the
+    sum over the ranks whose queries attend to it, so the gradients of keys, values and key norms may be terms.
     """
     if is_in_expert(tensor_key.name):
         return rank.expert_tensor[1] > 1

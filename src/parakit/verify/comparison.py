@@ -64,9 +64,9 @@ class TensorComparison:
         return self.error > self.tolerance or bool(self.replicas_differ) or self.uncovered > 0
 
     def add_copies(self, tensor: ComparedTensor, holder: int) -> None:
-        """Record that a rank's copy is not equal bit for bit to the copy of rank `holder`.
+        """Record that a rank's copy of a tensor differs bit for bit from the copy of rank `holder`.
 
-        `tensor.reference` is that copy of rank `holder`.
+        `tensor.ours` is the rank's copy, and `tensor.reference` is the copy of rank `holder`.
         """
         self.replicas_differ = tuple(sorted({*self.replicas_differ, tensor.rank, holder}))
         if self.worst is None:
@@ -83,7 +83,7 @@ class TensorComparison:
         return self.error / self.tolerance
 
     def add(self, tensor: ComparedTensor, error: float | None = None) -> None:
-        """Add one rank's tensor; its error is the relative error unless `error` is given."""
+        """Add one rank's tensor to the comparison, with the error `error`; None computes the relative error."""
         if error is None:
             error = relative_error(tensor.ours, tensor.reference)
         self.compared += 1
@@ -151,7 +151,9 @@ class CaptureComparison:
     """Function from a comparison to named tensors of the reference that may be mixed up with it."""
 
     def wrong(self, *stages: CaptureStage) -> list[TensorComparison]:
-        """Return the comparisons that differ, earliest first; of all stages if none is named."""
+        """Return the wrong comparisons of the named stages, earliest first. Without a stage, return those of
+        all stages.
+        """
         wanted_stages = stages or tuple(CaptureStage)
         return [
             comparison
@@ -163,9 +165,9 @@ class CaptureComparison:
 def relative_error(ours: Array, reference: Array) -> float:
     """Return the norm of the difference over the reference's norm.
 
-    For integers and truth values, return the fraction of elements that differ. Empty tensors have error 0.
-    The error is infinite if the reference is zero and `ours` is not, or if a difference is not finite;
-    tensors that are equal, NaN included, have error 0.
+    For integers and truth values, return the fraction of elements that differ. Tensors that are empty or equal
+    have error 0, and NaN equals NaN. The error is infinite if a difference is not finite, or if the reference
+    is zero and `ours` is not.
     """
     if ours.size == 0:
         return 0.0
@@ -181,9 +183,10 @@ def relative_error(ours: Array, reference: Array) -> float:
 
 
 def _sums_of_squares(ours: Array, reference: Array) -> Array:
-    """Return the sums of squares of the difference and of the reference, for flat arrays.
+    """Return two sums of squares for flat arrays: of the difference, and of the reference.
 
-    `np.linalg.norm` would call BLAS, whose threads spin on small arrays: half of a verification's time.
+    `np.linalg.norm` is not used. It calls BLAS, whose threads wait actively on small arrays, which took half of
+    the time of a verification.
     """
     sums = np.zeros(2)
     for begin in range(0, reference.size, ELEMENTS_PER_CHUNK):

@@ -42,8 +42,8 @@ class RankPiece:
 def find_wrong_initializations(reference: Capture, strategy: Capture) -> Iterator[ParameterFault]:
     """Yield the parts of parameters that the strategy initializes wrongly.
 
-    First come copies that differ between ranks, then parts that copy another part, then parts with another
-    mean or standard deviation than the reference's. One parameter can be yielded several times.
+    The order is: copies that differ between ranks, parts with the random values of another part, and parts
+    whose mean or standard deviation differs from the reference. One parameter can be yielded several times.
     """
     pieces = list_initial_pieces(strategy)
     yield from _find_different_copies(pieces)
@@ -101,9 +101,10 @@ def _find_equal_parts(pieces: list[RankPiece]) -> Iterator[ParameterFault]:
 
 
 def _compare_moments(piece: InitialPiece, expected: InitialPiece) -> str:
-    """Return text on a standard deviation or mean that differs from the expected one; empty if neither does.
+    """Describe how a piece's standard deviation or mean differs from the expected piece; empty if neither does.
 
-    The allowed difference is several standard errors for the number of elements, plus rounding.
+    If both differ, the standard deviation is described. A difference counts if it is larger than several
+    standard errors, which follow from the numbers of elements, plus rounding.
     """
     num_elements, num_expected = math.prod(piece.shape), math.prod(expected.shape)
     standard_error = float(np.sqrt(1 / num_elements + 1 / num_expected))

@@ -62,10 +62,11 @@ def classify_error(
 
     Args:
         comparison: Comparison of the tensor, which differs.
-        tensors: Tensors of all ranks in the micro batch with the largest error; for a parameter, the parts
-            of all ranks or the worst part alone.
+        tensors: The tensors of all ranks in the micro batch with the largest error. For a parameter, these are
+            the parts of all ranks, or only the part with the largest error.
         rank: Any rank of the strategy, for its parallel degrees.
-        similar_tensors: Named tensors of the reference that the tensor may be mixed up with.
+        similar_tensors: Names and values of the reference's tensors that the strategy may have used in place of
+            the right tensor.
     """
     return next(_list_kinds(comparison, tensors, rank, similar_tensors), ErrorKind(OTHER))
 
@@ -137,7 +138,8 @@ def _residual_limit(error: float, tolerance: float) -> float:
 def _find_wrong_norm(tensors: Sequence[ComparedTensor], limit: float) -> Iterator[ErrorKind]:
     """Yield kinds of error if ranks have different gradient norms.
 
-    The first kind is a missing sum of squares: each rank has the norm of the part of the gradients that it holds.
+    If each rank has the norm of its own part of the gradients, the first kind is a missing sum of squares. The
+    last kind only says that the norms differ.
     """
     norms = {float(tensor.ours.reshape(-1)[0]) for tensor in tensors}
     if len(norms) > 1:
@@ -205,7 +207,7 @@ def classify_by_parts(
     rank: CapturedRank,
     extra: str = "",
 ) -> ErrorKind | None:
-    """Return which parts of a sum have a wrong factor in a tensor, by a least-squares fit.
+    """Fit a wrong tensor as a sum of parts with factors, and return a kind that names the wrong factors.
 
     Args:
         tensor: The wrong tensor; its reference is the sum of the parts, without the part `extra`.
@@ -260,7 +262,7 @@ def _describe_wrong_factor(name: str, factor: float, rank: CapturedRank, *, is_e
 def _find_missing_sum(
     tensors: Sequence[ComparedTensor], limit: float, rank: CapturedRank
 ) -> Iterator[ErrorKind]:
-    """Yield a kind if ranks that should each have the full tensor have terms of its sum or mean."""
+    """Yield a kind if every rank should have the full tensor, but the ranks' tensors are terms of its sum or mean."""
     if not tensors:
         return
     reference = tensors[0].reference
@@ -279,8 +281,8 @@ def _find_missing_sum(
 def _find_bf16_rounding(tensor: ComparedTensor) -> Iterator[ErrorKind]:
     """Yield a kind if a float32 tensor was rounded to bf16 and the reference was not.
 
-    Either all of its values are bf16 numbers, or nearly all elements are off by at most half a bf16 step,
-    in both directions.
+    A tensor counts as rounded in two cases. Either all its values are bf16 numbers, or nearly all elements
+    differ from the reference by at most half a bf16 step, some upwards and some downwards.
     """
     ours, reference = tensor.ours, tensor.reference
     if ours.dtype != np.float32 or reference.dtype != np.float32:
@@ -313,8 +315,8 @@ def _find_mixed_tensors(
 ) -> Iterator[ErrorKind]:
     """Yield a kind for each similar tensor that replaces the right tensor, or is added to it.
 
-    A similar tensor with the wrong tensor's own name is its gradient: an optimizer state may have taken
-    another multiple of the gradient.
+    If a similar tensor has the name of the wrong tensor itself, the wrong tensor is an optimizer state and the
+    similar tensor is its gradient. The kind then says that the state contains another multiple of the gradient.
     """
     _, wrong_name, slot = comparison.key
     ours, reference = _flatten(tensor.ours), _flatten(tensor.reference)
@@ -339,7 +341,7 @@ def _find_mixed_tensors(
 
 
 def _is_error_explained_by(tensor: ComparedTensor, similar: Array) -> bool:
-    """Return True if the tensor's wrong elements are those of `similar`."""
+    """Return True if the wrong elements of a tensor are equal to the same elements of `similar`."""
     errors = np.abs(np.subtract(tensor.ours, tensor.reference, dtype=np.float64))
     is_wrong = errors > _SIGNIFICANT_ERROR * errors.max(initial=0.0)
     if not is_wrong.any():
@@ -350,7 +352,7 @@ def _is_error_explained_by(tensor: ComparedTensor, similar: Array) -> bool:
 
 
 def _find_moved_rows(tensor: ComparedTensor) -> Iterator[ErrorKind]:
-    """Yield a kind if the wrong rows, or elements of a vector, are the reference's in another order."""
+    """Yield a kind if the wrong rows are rows of the reference in another order. Elements of a vector count as rows."""
     ours, reference = _reshape_to_rows(tensor.ours), _reshape_to_rows(tensor.reference)
     if ours.shape != reference.shape or not 1 < len(ours) <= _MAX_ROWS:
         return
@@ -390,7 +392,7 @@ def _find_other_dropout_mask(tensor: ComparedTensor) -> Iterator[ErrorKind]:
 def _find_wrong_rows(
     tensor: ComparedTensor, comparison: TensorComparison, rank: CapturedRank
 ) -> Iterator[ErrorKind]:
-    """Yield a kind if few rows are wrong, or only the padding of the vocabulary."""
+    """Yield a kind if at most a quarter of the rows is wrong, or only rows of the vocabulary's padding."""
     ours, reference = _reshape_to_rows(tensor.ours), _reshape_to_rows(tensor.reference)
     if ours.shape != reference.shape or len(ours) < 2:
         return
@@ -419,7 +421,7 @@ def _reshape_to_rows(values: Array) -> Array:
 
 
 def _round_for_search(values: Array) -> Array:
-    """Return values in whole thousandths of the largest, so that nearly equal rows have equal bytes.
+    """Round values to thousandths of the largest value, so that nearly equal rows have equal bytes.
 
     Integers and truth values are returned as they are.
     """

@@ -83,7 +83,8 @@ def locate_error(
 def _describe_worst_element(tensor: ComparedTensor) -> str | None:
     """Return index and values of the element with the largest error; None for empty tensors.
 
-    The index is that in the full parameter if the region is known, else that in the rank's tensor.
+    The index counts in the full parameter if the region of the rank's part is known, and otherwise in the
+    rank's tensor.
     """
     ours, reference = tensor.ours, tensor.reference
     if ours.shape != reference.shape or not ours.size:
@@ -102,9 +103,11 @@ def _describe_worst_element(tensor: ComparedTensor) -> str | None:
 def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
     """Return the module whose code is between the last right tensor and the first wrong tensor.
 
-    A wrong input of a module, or a wrong gradient of its output, is the fault of the module that calls it,
-    if the calling module's own input is right. Inputs of a layer are an exception: they come from another
-    pipeline stage, or straight from the layer before. A wrong gradient of the logits is the loss' fault.
+    A module receives its inputs, and in the backward pass the gradient of its output, from the module that
+    calls it. If such a received tensor is wrong, the result is the calling module, provided that the calling
+    module itself received right tensors. Layers are an exception, because they receive tensors from another
+    pipeline stage or directly from the layer before. If the gradient of the logits is wrong and all gradients
+    of the loss are right, the result is the loss.
     """
     stage, name, slot = first.key
     is_logit_gradient = stage is CaptureStage.ACTIVATION_GRADIENTS and name == _OUTPUT_LAYER
@@ -135,10 +138,11 @@ def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
 
 
 def _list_callers(name: str, slot: str) -> Iterator[tuple[str, str]]:
-    """Yield the modules around a module, innermost first, each with the module that calls it.
+    """Yield the modules around a module up to its layer, innermost first, each with its calling module.
 
-    The second name is empty if the module is called by the module that it is a part of. After the modules
-    around it up to the layer comes the module that calls them, or the model.
+    The calling module is the second name. It is empty if a module is called by the module that contains it. At
+    the end comes the calling module that `slot` names. If `slot` names none, the model comes at the end, unless
+    the last module is a layer.
     """
     _, _, caller = slot.partition(CALLER_SEPARATOR)
     module = name
@@ -154,8 +158,8 @@ def _find_source(
 ) -> str | None:
     """Return file and line of the function, or of the forward pass, that computes the wrong tensor.
 
-    If the module has no recorded source, the source of the closest module around it is returned, or None
-    without one.
+    If the module `name` was not recorded, the closest recorded module around it is taken, at last the model.
+    None means that no source is known.
     """
     function = _find_function(first, name, kind, strategy.first)
     source = strategy.first.functions.get(function)
@@ -200,10 +204,10 @@ def _find_function(first: TensorComparison, name: str, kind: ErrorKind, rank: Ca
 def list_independent_errors(
     verdict: VerifyVerdict, first: TensorComparison, compared: CaptureComparison, strategy: Capture
 ) -> tuple[str, ...]:
-    """Return a line per error that does not follow from the first one, with its source.
+    """Return one line per error that does not follow from the first error. A line has stage, module and source.
 
-    Of identical layers only the first is listed, and layers that are identical to the module of the first
-    error are left out.
+    Names that differ only in the number of a layer or expert count as one. Of such modules only the first is
+    listed, and none is listed if the first error `first` is in one of them.
     """
     lines: dict[str, str] = {}
     known_names = {_NUMBER.sub(".*", str(verdict.module)), _NUMBER.sub(".*", first.key[1])}
@@ -219,10 +223,11 @@ def list_independent_errors(
 def _find_independent_errors(
     compared: CaptureComparison, first: TensorComparison
 ) -> Iterator[TensorComparison]:
-    """Yield tensors that are wrong although everything that they are computed from is right.
+    """Yield wrong tensors whose inputs are all right.
 
-    First come modules with right inputs that contain no wrong module. Then comes, for each later stage, at
-    most one gradient that is right in the stage before. An error that may follow from another is left out.
+    The first wrong tensors of the modules that `_find_independent_modules` finds come first. Then comes at most
+    one tensor per other stage: a gradient that was right in the stage before, or a check that does not depend
+    on other tensors. An error that may follow from another error is left out.
     """
     yield from _find_independent_modules(compared, first)
     wrong_modules = {comparison.key[1] for comparison in compared.wrong(*LOCAL)}
@@ -252,7 +257,11 @@ def _find_independent_errors(
 def _find_independent_modules(
     compared: CaptureComparison, first: TensorComparison
 ) -> Iterator[TensorComparison]:
-    """Yield the first wrong tensor of each module with right inputs that contains no wrong module."""
+    """Yield the first wrong tensor of each wrong module whose inputs are right.
+
+    A module with a wrong module inside it is left out, because the inner module may be the cause. The module of
+    `first` is left out as well.
+    """
     wrong = compared.wrong(*LOCAL)
     modules_with_wrong_input: set[str] = set()
     for comparison in wrong:

@@ -114,7 +114,7 @@ class MapRow:
     def levels_within(self) -> list[int | None]:
         """Return the worst level of each column over this row and all rows inside it.
 
-        None means that nothing of the column was compared.
+        None in a column means that no tensor of the column was compared.
         """
         worst_levels: list[int | None] = []
         for column_index in range(len(COLUMNS)):
@@ -180,9 +180,10 @@ def _column_index(key: ComparisonKey) -> int:
 
 
 def _fold_rows(rows: Sequence[MapRow]) -> None:
-    """Close layers and experts while more than `MAX_VISIBLE_ROWS` rows are visible.
+    """Close layers and experts if more than `MAX_VISIBLE_ROWS` rows are visible.
 
-    First those without a wrong tensor are closed, then all but those with the first wrong tensor.
+    Layers and experts without a wrong tensor are closed first. If there are still too many rows, the others are
+    closed too, except for those that contain the first wrong tensor of the comparison.
     """
     layers = [row for row in rows if row.children and row.label.rpartition(".")[2].isdigit()]
     if sum(row.shown for row in rows) > MAX_VISIBLE_ROWS:
@@ -194,7 +195,7 @@ def _fold_rows(rows: Sequence[MapRow]) -> None:
 
 
 def _find_columns_not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
-    """Return by module the indices of columns in which some tensor was not compared.
+    """Return the indices of the columns in which a tensor was not compared, by module.
 
     Args:
         lines: Lines of `CaptureComparison.not_aligned`, which name an activation as `module slot` and a
@@ -244,7 +245,11 @@ def _build_tree(
 def _order_modules(
     comparisons_by_module: Mapping[str, Sequence[TensorComparison]], other_modules: Iterable[str]
 ) -> dict[str, tuple[int, float]]:
-    """Return stage and order of the first compared tensor of each module, layer and expert, by name."""
+    """Return the position of each module, layer and expert in the map, by name.
+
+    A position is the index of the stage and the order of the first compared tensor. Modules without one take
+    the first position of the modules inside, and else come last.
+    """
     order_by_name: dict[str, tuple[int, float]] = {}
     for name, comparisons in comparisons_by_module.items():
         orders = [(STAGES.index(comparison.key[0]), comparison.order) for comparison in comparisons]

@@ -29,19 +29,19 @@ NormGroups = tuple[tuple[int, ...], ...]
 def check_norm_counts(
     strategy: Capture, expected: Iterable[ParameterKey] = ()
 ) -> Iterator[ParameterFault]:
-    """Check for each parameter with a reduced gradient that the gradient norm counts each element once.
+    """Check that the gradient norm counts each element of each parameter exactly once.
 
-    Ranks can compute different norms; the norm with the most wrong elements is reported. Nothing is yielded if
-    no rank computed a norm.
+    All parameters with a reduced gradient are checked. If ranks compute different norms, the norm with the most
+    wrong elements is reported. Nothing is yielded if no rank computed a norm.
 
     Args:
         strategy: Capture to check.
-        expected: Keys of reduced gradients that must exist. Such a parameter is checked even if the
-            strategy has only its local gradient.
+        expected: Keys of reduced gradients that must exist. A parameter with such a key is also checked if the
+            strategy captured only its gradient before the reduction.
 
     Returns:
-        One result per parameter: the ranks that should have counted it, or that counted it too often, and
-        the fraction of its elements that are wrong. The kind is empty if the parameter is counted once.
+        One result per parameter. It names the ranks that should have counted the parameter, or that counted it
+        too often, and the fraction of wrong elements. The kind is empty if every element is counted once.
     """
     counted: defaultdict[ParameterKey, list[ParameterPart]] = defaultdict(list)
     for key, parts in group_parameter_parts(strategy, CaptureStage.NORM, NORM_RANKS_PREFIX).items():
@@ -73,9 +73,9 @@ def _check_parameter(
     groups: NormGroups,
     ranks: Sequence[int],
 ) -> ParameterFault:
-    """Return whether one norm counts each element of a parameter once; if not, which ranks are at fault.
+    """Check that one norm counts each element of a parameter once, and return the fault with its ranks.
 
-    The kind of the result is empty if each element is counted once.
+    The `kind` of the result is empty if each element is counted once.
 
     Args:
         parts: Parts of the parameter's gradient on all ranks.
@@ -143,10 +143,10 @@ def _describe_missing(
 
 
 def _find_holders(parts: Sequence[ParameterPart], is_wanted: Array) -> tuple[int, ...]:
-    """Return the ranks with at least one of the elements for which `is_wanted` is True, in order.
+    """Return the ranks that have at least one element for which `is_wanted` is True, in ascending order.
 
-    A rank has an element if its part of a gradient holds the element. For parts that say which elements a
-    norm counts, it has an element if it counts the element.
+    The parts are either gradients, or records of the elements that a norm counts. A rank has an element if its
+    gradient holds the element, or if its record counts the element.
     """
     ranks = set()
     for part in parts:

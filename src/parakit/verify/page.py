@@ -135,9 +135,10 @@ def _join_numbers(numbers: Sequence[int]) -> str:
 
 
 def _describe_cells(rows: Sequence[MapRow]) -> dict[str, list[object]]:
-    """Return the description that the page shows when a cell is pointed at, by `row-column`.
+    """Return the descriptions that the page shows when the reader points at a cell, by `row-column`.
 
-    A description is a heading, the lines of the worst tensors, and the number of tensors without a line.
+    A description is a list of a heading, the lines of the worst tensors, and the number of tensors without a
+    line. Cells without tensors have no description.
     """
     side_texts = {"in": " (of its inputs)", "out": " (of its outputs)", "": ""}
     descriptions: dict[str, list[object]] = {}
@@ -182,7 +183,8 @@ def _describe_tensor(comparison: TensorComparison, row: MapRow) -> list[object]:
 def _find_cell_to_show(rows: Sequence[MapRow]) -> str:
     """Return `row-column` of the cell that is described at first; empty if no cell has tensors.
 
-    It is the cell with the first wrong tensor, else the cell with the largest error over tolerance.
+    The cell with the first wrong tensor is taken. If all tensors are right, the cell with the largest error
+    over tolerance is taken.
     """
     candidates = []
     for row_index, row in enumerate(rows):

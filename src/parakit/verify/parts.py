@@ -49,9 +49,10 @@ def explain_by_parts(
 ) -> Judgement:
     """Return the judgement with an explanation of its first wrong gradient in the verdict's `kind` and `factor`.
 
-    A gradient is explained if it is the sum of the reference's parts, some of them with a wrong factor. The
-    reference's gradient is split into parts by loss, then by rank, by micro batch and by iteration. The first split
-    that explains the wrong gradient counts. The judgement is returned unchanged if no split does.
+    A gradient is explained if it is the sum of parts of the reference's gradient, some of them multiplied by a
+    wrong factor. Four ways to split the reference's gradient are tried in this order: by loss, by rank, by
+    micro batch and by iteration. The first split that explains the wrong gradient counts. If no split explains
+    the gradient, the judgement is returned unchanged.
 
     Args:
         judgement: A judgement for which `needs_parts` is true.
@@ -84,9 +85,10 @@ def _list_sums(
     parts: Capture,
     without: Mapping[str, Capture],
 ) -> Iterator[_Sum]:
-    """Yield splits of the reference's tensor into parts whose sum it is: by loss, rank, micro batch, iteration.
+    """Yield the ways to write the reference's tensor as a sum of parts: by loss, rank, micro batch and iteration.
 
-    An activation gradient is split by loss only.
+    Splits into a single part are left out. An activation gradient is split only by loss, and only a reduced
+    gradient is split by rank.
     """
     stage = key[0]
     losses = _split_by_loss(key, tensor, strategy, without)
@@ -112,7 +114,10 @@ def _split_by_loss(
     strategy: Capture,
     without: Mapping[str, Capture],
 ) -> dict[str, Array]:
-    """Return the parts of the reference's gradient by loss; empty if no auxiliary loss contributes."""
+    """Return the part of the reference's gradient that each loss contributes, by the name of the loss.
+
+    The result is empty if no auxiliary loss contributes to this tensor.
+    """
     losses: dict[str, Array] = {}
     for name, capture in without.items():
         remaining = _find_same_tensor(key, tensor, strategy, capture)
@@ -126,7 +131,10 @@ def _split_by_loss(
 def _split_by_rank(
     key: ComparisonKey, tensor: ComparedTensor, strategy: Capture
 ) -> dict[str, Array]:
-    """Return the ranks' local gradients of the parameter, each divided by the data-parallel size."""
+    """Return each rank's gradient before the reduction, divided by the data-parallel size, by `rank N`.
+
+    Ranks whose gradient has another shape than the tensor are left out.
+    """
     _, name, slot = key
     ranks: dict[str, Array] = {}
     for parts in group_parameter_parts(strategy, CaptureStage.LOCAL_GRADIENTS, slot).values():
@@ -140,7 +148,12 @@ def _split_by_rank(
 def _read_captured_parts(
     key: ComparisonKey, tensor: ComparedTensor, capture: Capture
 ) -> dict[str, Array]:
-    """Return the captured parts of the parameter's gradient by name, for the tensor's region."""
+    """Return the parts into which a capture has split a parameter's gradient, by the name of the part.
+
+    A part is the gradient of one micro batch, or of the iteration before (`BEFORE`). `key` names the parameter.
+    Each part is assembled from all ranks and cut to the region of `tensor`. Parts that then have another shape
+    than `tensor` are left out.
+    """
     captured_parts: dict[str, Array] = {}
     parts_by_key = group_parameter_parts(
         capture, CaptureStage.LOCAL_GRADIENTS, GRADIENT_PART_PREFIX
@@ -157,7 +170,7 @@ def _read_captured_parts(
 def _find_same_tensor(
     key: ComparisonKey, tensor: ComparedTensor, strategy: Capture, other_run: Capture
 ) -> Array | None:
-    """Return the tensor's counterpart in another run of the reference; None if the run has none."""
+    """Return the tensor of another run that corresponds to `tensor`; None if the run has none of its shape."""
     stage, name, slot = key
     shape = tensor.ours.shape
     if tensor.micro_batch is None:

@@ -60,9 +60,10 @@ class Picture:
 
     @cached_property
     def relative(self) -> Array:
-        """Difference of each element over the reference's root mean square; for integers 1 or 0.
+        """Absolute difference of each element over the reference's root mean square.
 
-        Elements that are equal, or NaN in both tensors, have no difference.
+        Integers and truth values have the difference 1 or 0. Elements that are equal, or NaN in both tensors,
+        have the difference 0. If the reference is zero, the root mean square of our tensor is used.
         """
         ours, reference = self.pair.ours, self.pair.reference
         if not np.issubdtype(ours.dtype, np.floating):
@@ -75,7 +76,11 @@ class Picture:
 
     @cached_property
     def matrix(self) -> Array:
-        """Differences as a matrix: columns are the last dimension, rows all others."""
+        """Relative differences as a matrix. The last dimension gives the columns, all other dimensions give the rows.
+
+        A vector is one row. If the sequence is the first dimension and the batch the second, the rows are
+        ordered by sample.
+        """
         values = self.relative
         if values.ndim < 2:
             return values.reshape(1, -1)
@@ -105,7 +110,9 @@ class Picture:
 
     @property
     def data_uri(self) -> str:
-        """PNG of the picture as a data URI; a pixel is the largest difference of its elements."""
+        """PNG of the picture as a data URI. If a pixel stands for several elements, their largest difference
+        colours it.
+        """
         from matplotlib.image import imsave
 
         buffer = io.BytesIO()
@@ -156,9 +163,10 @@ class Picture:
         )
 
     def worst(self, max_elements: int = 6) -> Iterator[tuple[str, str, str]]:
-        """Yield index, our value and the reference's value of the elements that differ most.
+        """Yield index, our value and the reference's value of the elements that differ most, as text.
 
-        A tensor that is too small to be drawn yields all its elements, in their order.
+        The largest difference comes first. If the tensor is too small to be drawn, all its elements are yielded
+        in their order, and `max_elements` is ignored.
         """
         if not self.relative.size:
             return
@@ -178,7 +186,7 @@ class Picture:
 def describe_range(values: Array) -> str:
     """Return the least and the largest value, the root mean square, and the count of non-finite values.
 
-    Integers have no root mean square here. A tensor without elements is `empty`.
+    The root mean square is left out for integers. A tensor without elements gives the text `empty`.
     """
     if not values.size:
         return "empty"

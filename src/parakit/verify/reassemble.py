@@ -61,9 +61,10 @@ _RankPair = tuple[int, int]
 
 
 def reassemble_to_one_rank(reference: Capture, strategy: Capture, folder: Path) -> Capture:
-    """Return the reference as one rank would have captured it, written to `folder`.
+    """Join the captures of all ranks of the reference to the capture of one rank, and write it to `folder`.
 
-    The reference itself is returned, and nothing is written, if it has one rank or the strategy's layout.
+    If the reference has one rank, or the same parallel sizes as the strategy, nothing is written and the
+    reference itself is returned.
     """
     has_same_layout = layout_signature(reference.first) == layout_signature(strategy.first)
     if len(reference.ranks) == 1 or has_same_layout:
@@ -118,7 +119,7 @@ class _SenderRows:
 
 
 class _Joiner:
-    """Joins the tensors of all ranks of a reference and writes them as one rank's."""
+    """Joins the tensors of all ranks of a reference, and writes them as the tensors of one rank."""
 
     def __init__(self, reference: Capture, writer: CaptureWriter) -> None:
         self._reference, self._writer, self._rank = reference, writer, reference.first
@@ -142,7 +143,11 @@ class _Joiner:
         }
 
     def describe_rank(self) -> CapturedRank:
-        """Return the description of the one rank, with a note per reason why tensors are missing."""
+        """Return the description of the joined capture, which has one rank.
+
+        The notes of the reference are kept. One note per reason is added that lists the tensors that could not
+        be joined.
+        """
         rank, alone = self._rank, (0, 1)
         missing = [
             f"{' '.join(dict.fromkeys(names))}: {obstacle}"
@@ -191,7 +196,11 @@ class _Joiner:
     def _join_activation(
         self, tensor_key: TensorKey, micro_batch: int | None, parts: Sequence[_RankTensor]
     ) -> None:
-        """Join and write one tensor of one micro batch; None is the micro batch of tensors that belong to none."""
+        """Join and write one tensor of one micro batch. `micro_batch` None is for tensors that belong to no
+        micro batch.
+
+        One tensor is written per data-parallel rank, because each has micro batches of its own.
+        """
         if micro_batch is None:
             self._write_scalar(tensor_key, parts)
             return
@@ -216,7 +225,9 @@ class _Joiner:
                 self._add(tensor_key, first.record.dtype, full, placement)
 
     def _write_scalar(self, tensor_key: TensorKey, parts: Sequence[_RankTensor]) -> None:
-        """Write a tensor that belongs to no micro batch: token counts are summed, others are copies."""
+        """Write a tensor that belongs to no micro batch. Token counts are summed over ranks; of others, one
+        copy is written.
+        """
         if tensor_key.slot == COUNTS:
             counts = [part.values() for part in parts if has_distinct_tokens(part.rank)]
             values = np.sum(counts, axis=0)
@@ -227,7 +238,10 @@ class _Joiner:
     def _join_module_tensor(
         self, tensor_key: TensorKey, micro_batch: int, parts: Sequence[_RankTensor]
     ) -> None:
-        """Join and write a tensor outside of experts, from the ranks of one data-parallel rank."""
+        """Join and write a tensor outside of experts. All `parts` belong to ranks with the same data-parallel rank.
+
+        If the parts cannot be joined, the reason is noted and nothing is written.
+        """
         part_by_ranks: dict[_RankPair, _RankTensor] = {}
         for part in parts:
             context_rank, tensor_rank = part.rank.context[0], part.rank.tensor[0]
@@ -273,7 +287,7 @@ class _Joiner:
         part_by_ranks: Mapping[_RankPair, _RankTensor],
         sequence: _SequenceDimension | None,
     ) -> Array | None:
-        """Return the full tensor: joined over tensor-parallel ranks, then over context-parallel ranks.
+        """Join the parts of all tensor-parallel ranks, then of all context-parallel ranks, to the full tensor.
 
         None means that the parts follow no known split.
         """
@@ -295,7 +309,10 @@ class _Joiner:
         parts: Sequence[_RankTensor],
         sequence: _SequenceDimension | None,
     ) -> Array | None:
-        """Return the tensor of all tensor-parallel ranks; None if it is a scalar that differs on them."""
+        """Join the parts of the tensor-parallel ranks. Return None for a scalar that differs between the ranks.
+
+        Equal parts are copies, and the first is returned.
+        """
         values = [part.values() for part in parts]
         if sequence is not None and sequence.is_split:
             return np.concatenate(values, sequence.axis)
@@ -354,9 +371,11 @@ class _Joiner:
     def _join_expert_tensor(
         self, tensor_key: TensorKey, micro_batch: int, parts: Sequence[_RankTensor]
     ) -> None:
-        """Join and write a tensor of an expert, whose rows come from every rank that sends tokens to it.
+        """Join and write a tensor of an expert, which has one row per token.
 
-        One tensor is written per data-parallel rank, with rows in the order of the tokens.
+        The rows belong to tokens of all ranks that send tokens to the expert. One tensor is written per
+        data-parallel rank, with its rows in the order of the tokens. If the routing of a data-parallel rank is
+        unknown, this is noted and its tensor is not written.
         """
         groups: defaultdict[object, list[_RankTensor]] = defaultdict(list)
         for part in parts:
@@ -415,7 +434,11 @@ class _Joiner:
     def _join_expert_tensor_parallel(
         self, tensor_key: TensorKey, parts: Sequence[_RankTensor]
     ) -> Array:
-        """Return the tensor of all ranks that share an expert: a copy, a concatenation or a sum."""
+        """Join the parts of all ranks that share an expert.
+
+        Equal parts are copies, and the first is returned. Tensors that expert tensor parallelism splits are
+        concatenated. All others are summed.
+        """
         ordered = sorted(parts, key=lambda part: part.rank.expert_tensor[0])
         values = [part.values() for part in ordered]
         if _are_equal(values):
@@ -451,7 +474,7 @@ def _are_equal(tensors: Sequence[Array]) -> bool:
 
 
 def _concatenate(parts: Sequence[Array], axis: int, *, is_gated: bool) -> Array:
-    """Concatenate the parts; of a gated layer, first the gates of all parts and then the values."""
+    """Concatenate parts along an axis. For a gated layer, the gates of all parts come first, then all values."""
     if not is_gated:
         return np.concatenate(parts, axis)
     gates, values = [], []

@@ -37,7 +37,7 @@ _SLOT_WITH_RESPONSE = {START_WEIGHT: UPDATE_SUFFIX, START_BUFFER: BUFFER}
 
 
 class Tolerances:
-    """Tolerances of all tensors, from the responses that the reference has measured."""
+    """Tolerances of all tensors. They follow from the responses to rounding that the reference has measured."""
 
     def __init__(self, reference: Capture) -> None:
         self._reference = reference
@@ -57,7 +57,7 @@ class Tolerances:
     def tolerance_for(self, key: ComparisonKey, record: TensorRecord) -> float:
         """Return the tolerance of a tensor with the dtype and shape of `record`.
 
-        Integers and truth values must be equal: their tolerance is 0.
+        The tolerance is a relative error. It is 0 for integers and truth values, which must be equal.
         """
         if not record.dtype.startswith(("float", "bfloat")):
             return 0.0
@@ -84,7 +84,11 @@ class Tolerances:
         return tolerance
 
     def _sum_rounding(self, stage: CaptureStage, record: TensorRecord) -> float:
-        """Return the relative rounding error of a sum of as many terms as the tensor's elements have."""
+        """Estimate the relative rounding error of a tensor whose elements are sums.
+
+        The number of terms per element is estimated from the stage and the shape in `record`. The error is the
+        dtype's epsilon times the square root of this number.
+        """
         rank = self._reference.first
         if stage in PARAMETERS:
             num_terms = rank.sequence_length * rank.micro_batch_size * rank.micro_batches
@@ -106,10 +110,10 @@ def find_rounding_flips(
     tolerance: float,
     groups: tuple[int, int] | None = None,
 ) -> Array:
-    """Return which tokens have other experts than in the reference because of rounding alone.
+    """Find the tokens whose experts differ from the reference only because of rounding.
 
     For such a token, the reference's router would choose the strategy's experts if each score changed by at
-    most the tolerance.
+    most the tolerance. Tokens with the same experts in both runs give False.
 
     Args:
         ours: True for the chosen experts, [tokens, experts].
@@ -159,14 +163,14 @@ def float_spacing(weights: Array, epsilon: float) -> Array:
 def update_error(ours: Array, reference: Array, divisor: Array, rounding: Array) -> float:
     """Return the largest relative error of a row's update, weighted by the optimizer's divisor.
 
-    Multiplied by its divisor, an update is in units of the average gradient that it follows. A row is the
-    last dimension of the parameter; a vector is one row. Each element may be off by `rounding`, so a row
-    whose moves are all below the rounding has no error. The result is infinite if an update is not finite,
-    or differs in a row in which the reference has no update and no rounding.
+    An update times its divisor has the unit of the average gradient. A row runs along the last dimension of the
+    parameter, and a vector is one row. Differences of up to `rounding` per element are no error. The result is
+    infinite if an update is not finite, or if a row differs in which the reference has neither an update nor
+    rounding.
 
     Args:
-        ours: How far each weight moved.
-        reference: How far each weight of the reference moved.
+        ours: The change of each weight.
+        reference: The change of each weight of the reference.
         divisor: Number by which the optimizer divided each element's average gradient.
         rounding: How far each weight may be off because it was rounded.
     """
@@ -181,7 +185,9 @@ def update_error(ours: Array, reference: Array, divisor: Array, rounding: Array)
 
 
 def divide_by_reach(difference: Array, reach: Array, rounding: Array) -> Array:
-    """Return the differences of weights in units of how far their updates reach; 0 within rounding.
+    """Divide the differences of weights by the distance that their updates can move them.
+
+    The result is dimensionless and keeps the sign. Differences within `rounding` give 0.
 
     Args:
         difference: Our weights minus the reference's.
@@ -197,7 +203,7 @@ def divide_by_reach(difference: Array, reach: Array, rounding: Array) -> Array:
 def largest_row_mean(values: Array) -> float:
     """Return the largest quadratic mean of a row; infinite if a value is not finite.
 
-    A row is the last dimension; a vector is one row.
+    A row runs along the last dimension, and a vector is one row.
     """
     if not np.isfinite(values).all():
         return np.inf

@@ -54,7 +54,7 @@ _MAX_STORED_BYTES = 64 * 2**20
 
 @dataclass(frozen=True)
 class Judgement:
-    """A verdict with the comparisons that it rests on."""
+    """A verdict together with the comparisons from which it was drawn."""
 
     verdict: VerifyVerdict
     compared: CaptureComparison | None = None
@@ -106,8 +106,8 @@ class Judgement:
     def needs_same_start(self) -> bool:
         """True if the strategy must be trained once more, with the reference's initial weights and expert choices.
 
-        This removes two differences that are no errors of the strategy. A router may have chosen other
-        experts because of rounding, and all later tensors then differ. Or the weights at the start of the
+        The second training removes two differences that are no errors of the strategy. A router may have chosen
+        other experts because of rounding, so that all later tensors differ. Or the weights at the start of the
         iteration differ by rounding, which a module can turn into a larger error.
         """
         if self.first is not None and self.first.key[2] == UNOBSERVED_GRADIENT:
@@ -159,9 +159,9 @@ def _global_batch_size(rank: CapturedRank) -> int:
 def _check_equal_token_counts(capture: Capture) -> None:
     """Raise an error if the micro batches of a run have different numbers of tokens.
 
-    Without `--calculate-per-token-loss` each micro batch has the same weight in the loss, whatever its number
-    of tokens. So two runs with other micro batches would then train different losses. Nothing is checked with
-    context parallelism.
+    Without `--calculate-per-token-loss`, every micro batch has the same weight in the loss, whatever its number
+    of tokens. Two runs with different micro batches would then train different losses. With context parallelism
+    nothing is checked.
 
     Raises:
         VerifyError: The numbers differ.
@@ -326,9 +326,9 @@ def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> N
 def write_forced(
     reference: Capture, strategy: Capture, folder: Path, *, start_alone: bool = False
 ) -> None:
-    """Write files with which the strategy can run on the reference's tensors in place of the tensors it computes.
+    """Write the reference's tensors into files, so that the strategy can run with them in place of its own tensors.
 
-    Each rank gets a folder with its part of the reference's tensors, split as the strategy splits them.
+    Each rank gets a folder with its part of the reference's tensors, split as the strategy splits tensors.
 
     Args:
         reference: Capture that gives the values.
@@ -403,11 +403,11 @@ def confirm(judgement: Judgement, reference: Capture, forced: Capture) -> Judgem
 
 
 def count_seeds(judgement: Judgement, num_wrong: int, num_seeds: int) -> Judgement:
-    """Return the judgement with error over tolerance, and the number of wrong seeds, in the kind of its error.
+    """Return the judgement with a new `kind` text that states the error over tolerance and the number of wrong seeds.
 
-    The kind that was found stays in front if every seed is wrong. If only some seeds are wrong, the error may
-    be rounding, to which any kind can fit by chance, so the kind is dropped. A judgement without a wrong tensor
-    is returned unchanged.
+    If every seed is wrong, the new text follows the old kind ('factor 2; just above tolerance …'). If only some
+    seeds are wrong, the error may be rounding, to which any kind can fit by chance, so the new text replaces
+    the old kind. It also replaces the kind `OTHER`. A judgement without a wrong tensor is returned unchanged.
     """
     if judgement.first is None:
         return judgement
@@ -423,8 +423,8 @@ def count_seeds(judgement: Judgement, num_wrong: int, num_seeds: int) -> Judgeme
 def write_verdict(folder: Path, judgement: Judgement) -> None:
     """Write `verdict.json`, `junit.xml` with the same verdict, and `first.npz` into a folder.
 
-    `first.npz` holds the first wrong tensor and the reference's. The picture is left out if there is no wrong
-    tensor, or if both tensors together exceed 64 MiB.
+    `first.npz` holds the first wrong tensor and the reference's tensor. The file is not written if no tensor is
+    wrong, or if both tensors together exceed 64 MiB. The folder is made if it does not exist.
     """
     folder.mkdir(parents=True, exist_ok=True)
     worst = judgement.first.worst if judgement.first else None

@@ -33,13 +33,13 @@ _FILE = "__0_0.distcp"
 def write_checkpoint(
     folder: Path, layers: int, tensors: Iterable[tuple[TensorPair, Tensor]]
 ) -> None:
-    """Write a folder that Megatron's `--load` takes.
+    """Write tensors as a checkpoint in Megatron's distributed format, which Megatron loads with `--load`.
 
     Args:
         folder: The folder to write into; `iter_0000001` in it is made and must not exist.
         layers: Number of layers of the model.
-        tensors: Megatron's tensors. Each is written before the next is taken from the iterable, so only
-            one has to be in memory.
+        tensors: Megatron's tensors with their values. Each tensor is written before the next is taken from the
+            iterable, so only one tensor has to be in memory.
     """
     target = folder / FOLDER
     target.mkdir(parents=True)
@@ -73,7 +73,10 @@ def write_checkpoint(
 
 
 def _list_extra_states(pair: TensorPair, layers: int) -> Iterator[str]:
-    """Yield the names of the extra states of a weight's linear layer in one layer; each expert has one."""
+    """Yield the names of the extra states that the linear layer of a weight has; one per expert for experts.
+
+    A weight outside of the layers, or of another module than a linear layer, has no extra state.
+    """
     module = _LINEAR_WEIGHT.fullmatch(pair.key)
     if pair.layer is None or module is None:
         return

@@ -35,7 +35,7 @@ class Reshaping:
 
 @dataclass(frozen=True)
 class TensorPair:
-    """One tensor of Megatron in one layer, and the tensors of Hugging Face that it is made of."""
+    """A pair of one tensor of Megatron in one layer, and the tensors of Hugging Face that it is made of."""
 
     keys: tuple[str, ...]
     """Names in Megatron's checkpoints, without the number of the layer. The first is that of local layers."""
@@ -92,8 +92,8 @@ def list_tensor_pairs(
 ) -> tuple[TensorPair, ...]:
     """Return every tensor of a model: the embeddings, then layer by layer, then the final norm and output.
 
-    A model with tied embeddings has no output tensor. Hugging Face's names begin with `prefix`; None is
-    the family's usual prefix.
+    Each tensor is paired with its tensors in Hugging Face's format, whose names begin with `prefix`. None takes
+    the family's usual prefix. A model with tied embeddings has no output tensor.
     """
     prefix = _usual_prefix(family) if prefix is None else prefix
     sizes = {
@@ -144,7 +144,10 @@ def list_tensor_pairs(
 
 
 def _list_rows(family: str) -> list[Mapping[str, str]]:
-    """Return the lines of the table for a family: those of the family that it extends, with its own changes."""
+    """Return the rows of `families.csv` for a family.
+
+    If the family extends another family, its rows replace or remove rows of the other family.
+    """
     base = _BASES.get(family)
     rows_by_key = {row["key"].split()[0]: row for row in _list_rows(base)} if base else {}
     for row in _TABLE:
@@ -191,7 +194,8 @@ def _split_gates_by_expert(tensor: Tensor) -> Sequence[Tensor]:
 def _reshape_separate_qkv(shape: ModelShape) -> Reshaping:
     """Return the reshaping between separate queries, keys and values and Megatron's `linear_qkv`.
 
-    Megatron's rows are in the order of the query groups: the queries of a group, its key, its value.
+    The rows of `linear_qkv` are ordered by query group: the queries of group 0, its key, its value, then group
+    1 and so on.
     """
     groups, width = shape.query_groups, shape.head_width
     query_rows = shape.heads // groups * width
@@ -225,8 +229,8 @@ def _reshape_fused_rows(shape: ModelShape) -> Reshaping:
 def _reshape_fused_qkv(shape: ModelShape) -> Reshaping:
     """Return the reshaping between GPT-2's `c_attn` and Megatron's `linear_qkv`.
 
-    `c_attn` holds all queries, then all keys, then all values. Its matrix is a Conv1D's, [inputs,
-    outputs]; its bias is a vector and is not transposed.
+    `c_attn` holds all queries, then all keys, then all values. Its matrix belongs to a Conv1D and has the shape
+    [inputs, outputs], so it is transposed. Its bias is a vector and is not transposed.
     """
     separate = _reshape_separate_qkv(shape)
 

@@ -44,16 +44,16 @@ def export_model(
     progress: ConversionProgress,
     shard_bytes: int = SHARD_BYTES,
 ) -> str:
-    """Write a checkpoint as a folder of Hugging Face, and return the closing line.
+    """Write a checkpoint as a folder of Hugging Face, and return a line with size, time and peak memory.
 
-    An error on the way leaves no folder behind.
+    If an error occurs, no folder is left behind.
 
     Args:
         checkpoint: A folder `iter_…` of Megatron's.
         arguments: Megatron's arguments of the run that saved the checkpoint.
         shape: The model's dimensions.
-        imported: The folder of the imported model that the run began from. With None, or if the folder
-            has no `import.json`, `config.json` is made from the arguments.
+        imported: The folder of the imported model that the run began from, whose tokenizer is copied. With
+            None, or if the folder has no `import.json`, `config.json` is made from the arguments.
         target: The folder to write; it must not exist.
         progress: Prints how many bytes are written.
         shard_bytes: The largest size of a safetensors file in bytes.
@@ -123,11 +123,11 @@ def _make_config(
 ) -> dict[str, object]:
     """Return the content of `config.json`.
 
-    For an imported model it is the source's own config with the type of the stored tensors, else a
-    config that is made from Megatron's arguments.
+    For an imported model, this is the config of the source with the dtype of the stored tensors. For any other
+    model, the config is made from Megatron's arguments.
 
     Raises:
-        ConversionError: The arguments describe another type of model than the imported one.
+        ConversionError: The arguments describe a model of another type than the imported model.
     """
     # Megatron derives these where the flag is missing, so the config needs them written out.
     derived_flags = {
@@ -162,7 +162,7 @@ def _check_tensors(
     shape: ModelShape,
     model_type: str,
 ) -> None:
-    """Raise an error if the checkpoint's tensors are not those of the model.
+    """Raise an error if the checkpoint's tensors do not fit the model. A padded vocabulary may have more rows.
 
     Raises:
         ConversionError: A tensor is missing, has another shape, or belongs to no tensor of Hugging Face.

@@ -82,7 +82,7 @@ class ImportRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True)
 class ImportSource:
-    """A folder of Hugging Face that can be imported: it has exactly the tensors that its config needs."""
+    """A folder of Hugging Face that can be imported, because it has exactly the tensors that its config needs."""
 
     folder: Path
     model_type: str
@@ -101,10 +101,11 @@ class ImportSource:
 def read_source(folder: Path) -> ImportSource:
     """Read config, tensor headers and tokenizer of a folder, and check that they fit together.
 
-    Weights are not read, except for an output layer that should equal the embedding.
+    The values of weights are not read, with one exception: an output layer that must equal the embedding.
 
     Raises:
-        ConversionError, ConfigError: The folder cannot be converted; one sentence that says why.
+        ConversionError, ConfigError: The folder cannot be converted. The message is one sentence with the
+            reason.
     """
     flags = read_source_config(folder)
     model_type = read_config(folder / CONFIG_FILE)["model_type"]
@@ -125,7 +126,9 @@ def import_model(
     hub: Path = HUB,
     known_as: str = "",
 ) -> str:
-    """Write the model as the folder `name` in `hub`, and return the closing line.
+    """Write the model as the folder `name` in `hub`, and return a line with size, time and peak memory.
+
+    The vocabulary is padded with copies of its last row.
 
     Args:
         source: The folder to import.
@@ -174,9 +177,9 @@ def import_model(
 
 
 def copy_companions(source: Path, target: Path, also: Sequence[str] = ()) -> None:
-    """Copy tokenizer, generation config, chat template and licence, and files that match `also`.
+    """Copy tokenizer, generation config, chat template and licence from `source` to `target`.
 
-    A file that the source lacks is skipped.
+    `also` has patterns of further files to copy. Files that the source lacks are skipped.
     """
     for pattern in (*_COMPANIONS, *also):
         for path in filter(Path.is_file, source.glob(pattern)):
@@ -224,12 +227,13 @@ def _check_name(name: str, target: Path, hub: Path) -> None:
 def _check_names(
     folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPair], shape: ModelShape
 ) -> tuple[str, ...]:
-    """Check that the folder has the tensors of the model and no others; return the ignored buffers.
+    """Check that the folder has exactly the tensors of the model, and return the names of the buffers to ignore.
 
-    An output layer beside tied embeddings is allowed if it equals the embedding.
+    If the embeddings are tied, the folder may also hold an output layer, provided that it equals the embedding.
 
     Raises:
-        ConversionError: A tensor is missing, or belongs to no tensor of Megatron.
+        ConversionError: A tensor is missing, belongs to no tensor of Megatron, or is an output layer that
+            differs from the tied embedding.
     """
     expected_names = [name for pair in pairs for name in pair.names]
     missing_names = [name for name in expected_names if name not in tensors.tensors]
@@ -263,7 +267,9 @@ def _count_others(names: Sequence[str]) -> str:
 
 
 def _check_tensors(folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPair]) -> None:
-    """Raise a ConversionError for a tensor of another shape, or for parts of one tensor in two types."""
+    """Raise a ConversionError if a tensor has another shape than the model's, or if parts of one tensor of
+    Megatron differ in dtype.
+    """
     for pair in pairs:
         headers = [tensors.tensors[name] for name in pair.names]
         for header, shape in zip(headers, pair.shapes, strict=True):
@@ -280,10 +286,10 @@ def _check_tensors(folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPa
 
 
 def _check_tokenizer(folder: Path, vocabulary: int) -> None:
-    """Raise a ConversionError if the tokenizer has an id that the vocabulary has not.
+    """Raise a ConversionError if the tokenizer has a token id that lies outside of the vocabulary.
 
-    A folder without a tokenizer passes, and so does a tokenizer with fewer entries than the vocabulary,
-    because a model may pad its vocabulary itself.
+    A folder without a tokenizer is allowed. A tokenizer with fewer entries than the vocabulary is allowed as
+    well, because a model may pad its vocabulary itself.
     """
     for name in ("tokenizer.json", "vocab.json", "added_tokens.json"):
         if not (folder / name).is_file():
@@ -315,7 +321,7 @@ def _find_largest_id(path: Path) -> int:
 
 
 def _compose_args_file(source: ImportSource, record: ImportRecord, target: Path) -> str:
-    """Return the text of `NAME.args`: Megatron's flags for the model, and those that load its weights."""
+    """Return the text of `NAME.args`: the flags with which Megatron builds the model and loads its weights."""
     divisor = math.gcd(source.shape.vocabulary, _PADDING_MULTIPLE)
     weights = relative_to_root(target / IMPORTED_WEIGHTS)
     flags = merge_flags(

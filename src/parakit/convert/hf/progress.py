@@ -42,7 +42,7 @@ class ConversionProgress:
         self._next_line = self._start + _SECONDS_PER_LINE
 
     def done(self, written_bytes: int) -> None:
-        """Add the bytes of a converted tensor, and print a line if ten seconds have passed."""
+        """Count the bytes of a converted tensor, and print a line if the last one is ten seconds old."""
         self._done += written_bytes
         now = time.monotonic()
         if self._console is None or now < self._next_line:
@@ -68,7 +68,7 @@ class ConversionProgress:
 def check_disk_space(target: Path, tensor_bytes: int) -> None:
     """Raise an error if the disk of `target` lacks space for the tensors and 64 MiB of other files.
 
-    `target` need not exist: the disk is the one of its nearest parent folder that does.
+    `target` need not exist: its nearest existing parent folder decides which disk is meant.
 
     Raises:
         ConversionError: The disk has less free space; the sentence says how much.

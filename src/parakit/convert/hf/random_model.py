@@ -34,15 +34,15 @@ def write_model(
 ) -> Path:
     """Write `config.json` and safetensors of a random model into a new folder, and return the folder.
 
-    Every element of every tensor is random, also in norms and biases, so that no two elements can be
-    confused. The seed is fixed.
+    Every element of every tensor is random, also in norms and biases. So a test notices if two elements are
+    mixed up. The seed is fixed, so equal arguments give equal tensors.
 
     Args:
         folder: The folder to make; it must not exist.
         config: The content of `config.json`.
         dtype: The type of all tensors.
         shard_bytes: The largest size of a file in bytes.
-        prefix: What the tensors' names begin with; None is the family's usual prefix.
+        prefix: Text with which the tensors' names begin; None takes the family's usual prefix.
     """
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config, indent=2))

@@ -84,10 +84,12 @@ class CausalModel(nn.Module):
 
 
 class ReferenceTaps(Taps):
-    """Taps on the modules that both models have: embeddings, layers, norms and the output layer."""
+    """Hooks that capture the modules that both models have: embeddings, layers, norms and the output layer."""
 
     def place(self, name: str, module: nn.Module) -> tuple[str, ModuleSlots] | None:  # noqa: ARG002
-        """Return Megatron's name of a module and what is captured there; None captures nothing."""
+        """Return Megatron's name of a module and the inputs and outputs to capture. None means that nothing is
+        captured.
+        """
         megatron_name = _find_megatron_name(name)
         point = find_module_slots(megatron_name) if megatron_name else None
         if megatron_name is None or point is None:
@@ -109,11 +111,12 @@ def _find_megatron_name(name: str) -> str | None:
 
 
 def build_counterpart(model: CausalModel, pairs: Sequence[TensorPair], layers: int) -> Counterpart:
-    """Return the model with its parameters as Megatron's tensors and with its taps.
+    """Return the counterpart of Megatron's model: the model, its parameters by Megatron's names, and its hooks.
 
     Args:
         model: The model of `transformers`.
-        pairs: Its tensors (`list_tensor_pairs`), the table that weights are imported with.
+        pairs: The pairs of tensors of both formats (`list_tensor_pairs`), with which weights are imported as
+            well.
         layers: Number of layers, which Megatron's checkpoints stack in the first dimension.
     """
     parameters_by_name = dict(model.model.named_parameters())
@@ -132,10 +135,10 @@ def build_counterpart(model: CausalModel, pairs: Sequence[TensorPair], layers: i
 def _list_megatron_parameters(
     pair: TensorPair, layers: int, parameters_by_name: Mapping[str, nn.Parameter]
 ) -> Iterator[MegatronParameter]:
-    """Yield Megatron's parameters that one tensor of its checkpoints consists of: one, or one per expert.
+    """Yield the parameters of Megatron that are stored in one tensor of its checkpoints: one, or one per expert.
 
     Args:
-        pair: The tensor of one layer.
+        pair: The tensor in one layer, with the tensors of `transformers` that it is made of.
         layers: Number of layers, which Megatron's checkpoints stack in the first dimension.
         parameters_by_name: Parameters of the model of `transformers`, which holds all experts in one tensor.
     """
@@ -195,7 +198,10 @@ def load_reference(source: ImportSource, settings: Settings, rows: int) -> Causa
 
 
 def main(argv: Sequence[str]) -> None:
-    """Train to `--exit-interval`, printing what the native backend prints."""
+    """Train the imported model with `transformers` to `--exit-interval`, and print the native backend's log lines.
+
+    This is one process on a CPU. `argv` has the training flags, and the folder of the imported model.
+    """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument(IMPORTED, type=Path, required=True)
     parser.add_argument(PADDED, type=int, default=0)

@@ -42,7 +42,7 @@ class TensorHeader:
 
 
 class TensorFolder:
-    """The tensors of a folder. Headers are read at once, values when `read` is called."""
+    """The tensors of a folder. The headers are read at once, and the values only when `read` is called."""
 
     def __init__(self, folder: Path) -> None:
         """Read the header of every file.
@@ -70,7 +70,10 @@ class TensorFolder:
             return values.clone()
 
     def _read_headers(self, path: Path) -> None:
-        """Add the headers of one file to `tensors`."""
+        """Read the headers of one file, and add them to `tensors`.
+
+        Raises: ConversionError: The file cannot be read, or a type cannot be converted.
+        """
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118 - safe_open returns no mapping
@@ -88,7 +91,7 @@ class TensorFolder:
 
 
 def list_differing_tensors(first: TensorFolder, second: TensorFolder) -> list[str]:
-    """Return the names that only one folder has, or whose shape, type or bits differ, sorted."""
+    """Return the sorted names of tensors that only one folder has, or whose shape, dtype or bits differ."""
     return [
         name
         for name in sorted(first.tensors.keys() | second.tensors.keys())
@@ -106,7 +109,7 @@ def _list_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
     """Return the folder's safetensors files.
 
     Raises:
-        ConversionError: There is none, or the index names a file that is missing.
+        ConversionError: The folder has no safetensors file, or the index names a file that is missing.
     """
     if (folder / FILE).is_file() and not (folder / INDEX).is_file():
         return [folder / FILE]
@@ -124,7 +127,7 @@ def _list_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
 
 
 def _read_index(folder: Path) -> Mapping[str, str]:
-    """Return the file name of each tensor by the index; empty for a folder without an index.
+    """Read the file name of each tensor from the folder's index; empty for a folder without an index.
 
     Raises:
         ConversionError: The index is no JSON object with a `weight_map`.
@@ -145,14 +148,14 @@ def write_tensors(
     values: Iterable[Tensor],
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write tensors to a folder: to one file, or to several files and an index.
+    """Write tensors as safetensors to a folder. If one file would be too large, write several files and an index.
 
     Args:
         folder: The folder; it must exist.
         headers: The tensors in the order in which they are written.
-        values: Their values in the same order. Each is written before the next is taken from the
-            iterable, so only one has to be in memory.
-        shard_bytes: The most bytes of tensors per file. A larger tensor has a file of its own.
+        values: The tensors' values in the same order. Each tensor is written before the next is taken from the
+            iterable, so only one tensor has to be in memory.
+        shard_bytes: Upper limit for the bytes of tensors in a file. A larger tensor gets a file of its own.
     """
     shards: list[list[TensorHeader]] = [[]]
     for header in headers:

@@ -45,13 +45,13 @@ def is_bridge_installed() -> bool:
 
 
 def read_recipe(text: str) -> Fields:
-    """Return the fields of a recipe that a user names.
+    """Read the fields of the Megatron-Bridge recipe that `text` names, with the value of each.
 
     `text` is the path of the YAML that Bridge writes, or of a Python file, with or without the name of
     a function in it (`path.py:function`).
 
     Raises:
-        RecipeError: The file does not exist or is no recipe, or it is Python and Bridge is not
+        RecipeError: The file does not exist or is no recipe. Or it is a Python file and Bridge is not
             installed.
     """
     path = Path(text.partition(":")[0]).expanduser()
@@ -65,12 +65,12 @@ def read_recipe(text: str) -> Fields:
 
 
 def build_recipe(recipe: str, ranks: int | None = None) -> Fields:
-    """Execute a Python recipe with Megatron-Bridge and return the fields of its container.
+    """Execute a Python recipe with Megatron-Bridge, and return the fields of the `ConfigContainer` that it makes.
 
     Args:
         recipe: `path.py` or `path.py:function`. It runs in a process of Bridge's environment.
-        ranks: With a number, Bridge also validates the container as at the start of training on so many
-            ranks; None skips that. The fields are those before validation, which changes some of them.
+        ranks: Number of ranks on which Bridge also validates the container, as at the start of training; None
+            skips the validation. The validation changes some fields, but the result has the values before it.
 
     Raises:
         RecipeError: The file makes no container, Bridge refuses it, or building takes over 300 s.
@@ -82,7 +82,7 @@ def build_recipe(recipe: str, ranks: int | None = None) -> Fields:
 
 
 def check_recipe_entry(entry: Path, ranks: int) -> None:
-    """Check with nemo-run's dry run that an entry starts the recipe beside it on so many ranks.
+    """Check with nemo-run's dry run that an entry file starts the recipe in its folder on `ranks` ranks.
 
     Raises:
         RecipeError: nemo-run refuses the entry, or would start something else.
@@ -101,10 +101,10 @@ def check_recipe_entry(entry: Path, ranks: int) -> None:
 
 
 def _evaluate(file: str, output: Path, *options: str) -> None:
-    """Run `evaluate.py` in Bridge's environment on `file`; it writes `output`.
+    """Run `evaluate.py` on `file` in Bridge's environment, which writes its result to `output`.
 
-    Raises:
-        RecipeError: It fails, writes nothing, or takes over 300 s; the sentence has its last line.
+    Raises: RecipeError: The program fails, writes nothing, or takes over 300 s. The message has its last error
+    line.
     """
     try:
         process = subprocess.run(
@@ -122,7 +122,7 @@ def _evaluate(file: str, output: Path, *options: str) -> None:
 
 
 def recipe_differences(recipe: Recipe, fields: Fields, spec: RunSpec) -> Iterable[str]:
-    """Yield a sentence per difference between a built container and the run; none if they are the same.
+    """Yield a sentence per difference between a built container and the run; nothing if both train the same.
 
     Args:
         recipe: The recipe of the run.

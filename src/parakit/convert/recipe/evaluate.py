@@ -50,7 +50,7 @@ class _AnyAttribute(type):
 
 
 class _EmptyModule(types.ModuleType):
-    """A module that has every name; each is a class with every attribute."""
+    """A module in which every name can be looked up. Each name is a class that has every attribute."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -63,7 +63,7 @@ class _EmptyModule(types.ModuleType):
 
 
 class _MissingModules(MetaPathFinder, Loader):
-    """An importer that makes an empty module for every module of the missing packages."""
+    """An importer that makes an `_EmptyModule` for every module of the packages that are not installed."""
 
     def __init__(self, missing: Sequence[str]) -> None:
         self._missing = missing
@@ -81,7 +81,10 @@ class _MissingModules(MetaPathFinder, Loader):
 
 
 def main(argv: Sequence[str]) -> None:
-    """Write the result, or exit with one sentence on what is wrong with the recipe."""
+    """Build the recipe's container and write it as YAML; exit with one sentence if the recipe is wrong.
+
+    With `--dryrun`, write the text that nemo-run's dry run prints instead.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("recipe")
     parser.add_argument("out", type=Path)
@@ -111,8 +114,8 @@ def replace_missing_packages() -> None:
 def build_container(recipe: str) -> Any:
     """Execute a recipe (`path.py` or `path.py:function`) and return its `ConfigContainer`.
 
-    A precision that is given by name is replaced by its fields. The process exits with a sentence if
-    the file is no Python or its function returns no container.
+    If the recipe gives the precision as a name ('bf16_mixed'), the fields of this precision replace the name.
+    The process exits with a sentence if the file is no Python or its function returns no container.
     """
     from megatron.bridge.training.config import ConfigContainer
 
@@ -137,7 +140,7 @@ def build_container(recipe: str) -> Any:
 def _find_only_recipe(module: types.ModuleType, path: str) -> Any:
     """Return the module's public function that is annotated to return a ConfigContainer.
 
-    The process exits with a sentence if the module defines none or several.
+    The process exits with a sentence if the module defines no such function, or several.
     """
     recipes = {
         name: function
@@ -157,7 +160,9 @@ def _find_only_recipe(module: types.ModuleType, path: str) -> Any:
 
 
 def validate_container(container: Any, ranks: int) -> Any:
-    """Return a copy of the container as Bridge changes it before it trains on so many ranks.
+    """Return a copy of the container with the changes that Bridge makes before it trains on `ranks` ranks.
+
+    Sets the environment variable WORLD_SIZE of this process.
 
     The process exits with a sentence if Bridge refuses the container.
     """
@@ -173,7 +178,10 @@ def validate_container(container: Any, ranks: int) -> Any:
 
 
 def dry_run(entry: str) -> str:
-    """Return what an entry of nemo-run prints with `--dryrun`; nemo-run's files are deleted after it."""
+    """Run an entry file of nemo-run with `--dryrun`, and return the text that it prints.
+
+    The files that nemo-run writes are deleted. The environment and `sys.argv` of this process are changed.
+    """
     printed = io.StringIO()
     with tempfile.TemporaryDirectory() as home, contextlib.redirect_stdout(printed):
         os.environ |= {"NEMORUN_HOME": home, "COLUMNS": "500", "NO_COLOR": "1"}

@@ -39,7 +39,7 @@ _OUTPUT = "nemo_experiments"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run in the form of a recipe."""
+    """A run in the form of a Megatron-Bridge recipe."""
 
     fields: dict[str, Value]
     """Fields that differ from Bridge's defaults, and those of `_ALWAYS_WRITTEN`."""
@@ -83,11 +83,9 @@ _HALF_PRECISION_TYPES = {"--fp16": Symbol("torch.float16"), "--bf16": Symbol("to
 
 
 def recipe_from_flags(arguments: Iterable[str], spec: RunSpec) -> Recipe:
-    """Return the recipe that trains what a run trains.
+    """Convert the flags of a run to the recipe with which Megatron-Bridge trains the same.
 
-    Args:
-        arguments: The flags that the run was started with.
-        spec: What those flags mean.
+    Args: arguments: The flags that the run was started with. spec: The meaning of these flags.
 
     Raises:
         RecipeError: A recipe cannot express what the run trains.
@@ -141,7 +139,7 @@ def _refuse_other_trainers(spec: RunSpec) -> None:
 
 
 def _normalize_flags(flags: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
-    """Return flags with the same meaning in a canonical form, which the table of flags and fields knows.
+    """Convert flags to the canonical form that the table of flags and fields knows, with the same meaning.
 
     Synonyms and abbreviations are replaced, repeated flags are merged, and switches that Megatron sets because
     of other flags are added. Of the flags that state virtual stages, only
@@ -164,7 +162,10 @@ def _normalize_flags(flags: tuple[str, ...], spec: RunSpec) -> tuple[str, ...]:
 
 
 def _collect_fields(arguments: tuple[str, ...], spec: RunSpec) -> dict[str, Value]:
-    """Return Megatron-Bridge's fields by name with the values that the flags give, also default values."""
+    """Return the value of each field of Megatron-Bridge that the flags determine, by the field's name.
+
+    A flag that is missing gives its field Megatron's default.
+    """
     flags = Flags(arguments)
     fields: dict[str, Value] = {}
     for flag in FLAGS_WITH_FIELDS:
@@ -189,7 +190,7 @@ def _read_value(flag: KnownFlag, arguments: tuple[str, ...]) -> Value:
     """Return the flag's value in `arguments`, or Megatron's default if the flag is missing.
 
     Raises:
-        RecipeError: The value is of another kind than the flag's.
+        RecipeError: The value is not of the kind that the flag takes, such as a whole number.
     """
     flag_and_values = pick_flags(arguments, (flag.name,))
     if not flag_and_values:
@@ -205,7 +206,7 @@ def _read_value(flag: KnownFlag, arguments: tuple[str, ...]) -> Value:
 
 
 def _collect_model_fields(flags: Flags, spec: RunSpec) -> dict[str, Value]:
-    """Return the fields of the MLP and of the layers' implementation, which several flags say together."""
+    """Return the fields of the MLP and of the layers' implementation. Each follows from several flags together."""
     # Without a flag for another function the MLP has GELU, the first in the table.
     (is_gated, function), activation_flag = next(iter(ACTIVATIONS.items()))
     for activation, flag in ACTIVATIONS.items():
@@ -227,7 +228,10 @@ def _collect_model_fields(flags: Flags, spec: RunSpec) -> dict[str, Value]:
 
 
 def _collect_precision_fields(flags: Flags) -> dict[str, Value]:
-    """Return the types of parameters and pipeline communication, and whether gradients are fp32."""
+    """Return the fields of precision: dtypes of parameters and pipeline communication, and if gradients are fp32.
+
+    Without `--bf16` and `--fp16` the result has only the field of the gradients.
+    """
     precision = next((flag for flag in _HALF_PRECISION_TYPES if flags.has(flag)), None)
     if precision is None:
         return {"ddp.grad_reduce_in_fp32": flags.has(ACCUMULATE_IN_FP32)}
@@ -241,9 +245,9 @@ def _collect_precision_fields(flags: Flags) -> dict[str, Value]:
 
 
 def _read_blend(arguments: Sequence[str]) -> Value:
-    """Return the value of `dataset.blend` for `--data-path`: [prefixes, weights].
+    """Return the value of `dataset.blend` that means the same as `--data-path`: a list [prefixes, weights].
 
-    The weights are None for a single data set; the whole value is None without `--data-path`.
+    A single data set has None in place of the weights. Without `--data-path`, the result is None.
     """
     paths = pick_flags(arguments, ("--data-path",))[1:]
     if not paths:
@@ -256,7 +260,10 @@ def _read_blend(arguments: Sequence[str]) -> Value:
 def _describe_lost_settings(
     spec: RunSpec, all_flags: Sequence[str], kept_flags: Sequence[str]
 ) -> Iterable[str]:
-    """Yield a sentence for the flags of CPU ranks and for each setting that a recipe cannot express."""
+    """Yield a sentence for each setting of the run that a recipe cannot express.
+
+    The flags that only CPU ranks need are named in one sentence.
+    """
     kept_names = {argument for argument in kept_flags if argument.startswith("--")}
     dropped = " ".join(drop_flags(all_flags, kept_names))
     if dropped:
@@ -273,7 +280,7 @@ def _describe_lost_settings(
 
 
 def _describe_unknown_flags(arguments: Sequence[str]) -> Iterable[str]:
-    """Yield a sentence per flag that has no field.
+    """Yield a sentence for each flag to which no field of Megatron-Bridge corresponds.
 
     Raises:
         RecipeError: The flag changes the model's shape.

@@ -68,13 +68,14 @@ _HANDLED_FIELDS = frozenset(
 
 
 def flags_from_fields(fields: Fields) -> RecipeFlags:
-    """Return the flags that train what a recipe trains.
+    """Convert the fields of a recipe to the flags with which Megatron trains the same.
 
-    A field that is missing has Bridge's default. Flags that equal Megatron's default are left out.
+    A field that is missing has Bridge's default. Flags whose value is Megatron's default are left out. Fields
+    that no flag can express are described in `left_out`.
 
     Raises:
-        RecipeError: A field has a value of another kind, two fields contradict each other, or Megatron
-            has no flags for the model.
+        RecipeError: A field has a value of a wrong kind, two fields contradict each other, or Megatron has no
+            flags for the model.
     """
     _refuse_other_models(fields)
     sections = {name.partition(".")[0] for name, value in fields.items() if "." in name or value}
@@ -119,12 +120,13 @@ def _refuse_other_models(fields: Fields) -> None:
 
 
 def _resolve_precision(fields: dict[str, Value], name: str, sections: set[str]) -> dict[str, Value]:
-    """Return the fields of a recipe after the section `name` (`mixed_precision`) is resolved as in Bridge.
+    """Return the fields of a recipe with the precision section `name` (`mixed_precision`) resolved as in Bridge.
 
-    `fields` is changed in place. If `sections` lacks the precision section, each field is read from `model`,
-    else from `optimizer`, else from `ddp`. With the section, `grad_reduce_in_fp32` of the section overwrites
-    that of `ddp`, in a copy of `fields`. If the section is the name of a preset ('bf16_mixed'), the fields of
-    the preset are added first; the name stays.
+    There are three cases. If the section is the name of a preset ('bf16_mixed'), the fields of the preset are
+    added. If the recipe's `sections` have the section, its fields stay. In both cases `grad_reduce_in_fp32` of
+    the section overwrites the field of `ddp`, and the result is a copy of `fields`. If `sections` lacks the
+    section, `fields` is changed in place and returned: each field of the section takes the value that `model`
+    has, else `optimizer`, else `ddp`.
 
     Raises:
         RecipeError: The name of the preset is unknown.
@@ -150,12 +152,12 @@ def _resolve_precision(fields: dict[str, Value], name: str, sections: set[str]) 
 
 
 def _convert_row(row: KnownFlag, fields: Fields, notes: list[str]) -> list[str]:
-    """Return the flag of a row and its arguments; empty if the flag can be left out.
+    """Return the flag of a row of the table with its arguments, as the recipe's fields give them.
 
-    A sentence is added to `notes` if several fields of the row differ.
+    The result is empty if no field is set, or if the value is Megatron's default. If several fields of the row
+    differ, a sentence is added to `notes`.
 
-    Raises:
-        RecipeError: The value is of another kind, or fields contradict each other.
+    Raises: RecipeError: The value is of a wrong kind, or fields contradict each other.
     """
     value = _merge_field_values(row, fields, notes)
     if value is None:
@@ -174,13 +176,12 @@ def _convert_row(row: KnownFlag, fields: Fields, notes: list[str]) -> list[str]:
 
 
 def _merge_field_values(row: KnownFlag, fields: Fields, notes: list[str]) -> Value:
-    """Return the one value of the fields that a flag stands for; None if none of them is set.
+    """Merge the values of all fields that a flag stands for into one value; None if no field is set.
 
-    If the fields differ, the value that Bridge trains with is returned, and a sentence is added to
-    `notes`.
+    If the fields differ, the result is the value that Bridge trains with, and a sentence is added to `notes`.
 
     Raises:
-        RecipeError: The fields are sequence lengths and differ, which Bridge refuses.
+        RecipeError: The fields are sequence lengths and differ. Bridge refuses such a recipe.
     """
     value_by_field = {}
     for field in row.recipe:
@@ -214,8 +215,8 @@ def _merge_field_values(row: KnownFlag, fields: Fields, notes: list[str]) -> Val
 def _convert_model_fields(fields: Fields, flags: Flags, notes: list[str]) -> list[str]:
     """Return the flags of the MLP, the positions, the layers' implementation and the gradients' type.
 
-    `flags` are those that the table gave. A sentence is added to `notes` for a layer specification
-    without a flag.
+    `flags` are the flags that the table has already given. If no flag corresponds to the layer specification, a
+    sentence is added to `notes`.
 
     Raises:
         RecipeError: Megatron has no flag for the activation function.
@@ -292,13 +293,13 @@ def _convert_vocabulary(fields: Fields, notes: list[str]) -> list[str]:
 
 
 def _convert_data_set(fields: Fields, notes: list[str]) -> list[str]:
-    """Return `--data-path` with one prefix, or with weights and prefixes in turn.
+    """Return `--data-path` with one prefix, or with weights and prefixes in turn ('0.3 first 0.7 second').
 
-    The result is empty for a recipe without data, and for a data set that is no `.bin/.idx`; the latter
-    adds a sentence to `notes`.
+    The result is empty for a recipe without data. It is also empty for a data set in another format than
+    `.bin/.idx`, and a sentence is then added to `notes`.
 
     Raises:
-        RecipeError: `dataset.blend` is not a list of prefixes and a list of as many weights.
+        RecipeError: `dataset.blend` is not a pair of a list of prefixes and a list of as many weights.
     """
     target = str(fields.get("dataset._target_", "GPTDatasetConfig"))
     if not target.endswith("GPTDatasetConfig"):
@@ -326,7 +327,7 @@ def _convert_data_set(fields: Fields, notes: list[str]) -> list[str]:
 
 
 def _describe_unknown_fields(fields: Fields) -> Iterable[str]:
-    """Yield a sentence per field that differs from Bridge's default and that no flag expresses."""
+    """Yield a sentence for each field that differs from Bridge's default and that no flag can express."""
     known_fields = {
         field.lstrip("!") for row in FLAGS_WITH_FIELDS for field in row.recipe
     } | _HANDLED_FIELDS

@@ -37,7 +37,7 @@ _NEVER = str(10**9)
 
 @dataclass(frozen=True)
 class ImportedRecipe:
-    """A recipe as the kit trains it."""
+    """A recipe of Megatron-Bridge in the kit's form: a model's flags, a make target and make variables."""
 
     spec: RunSpec
     family: str
@@ -57,13 +57,13 @@ class ImportedRecipe:
 def build_imported_recipe(
     reading: RecipeFlags, name: str, ranks: int | None = None
 ) -> ImportedRecipe:
-    """Return a recipe's flags as the model `name`, a target and variables.
+    """Split a recipe's flags into the flags of a model named `name`, the strategy, and make variables.
 
-    No recipe says how many GPUs train it. With `ranks` None it is the fewest that its strategy allows.
+    A recipe does not state a number of GPUs. `ranks` None takes the smallest number that its strategy allows.
 
     Raises:
-        RecipeError: The strategy does not fit on `ranks` GPUs, a flag is missing, or the recipe trains
-            by samples and not by iterations.
+        RecipeError: The strategy does not fit on `ranks` GPUs, a flag is missing, or the recipe states a number
+            of samples to train and no number of iterations.
     """
     flags = reading.flags
     spec = _read_spec(flags, name, ranks)
@@ -102,7 +102,9 @@ def model_name(text: str) -> str:
 
 
 def _read_spec(flags: tuple[str, ...], name: str, ranks: int | None) -> RunSpec:
-    """Return the run of a recipe's flags on `ranks` GPUs, or on the fewest that its strategy allows.
+    """Return the run that a recipe's flags define on `ranks` GPUs.
+
+    `ranks` None takes the smallest number of GPUs that the strategy allows.
 
     Raises:
         RecipeError: The strategy does not fit on `ranks` GPUs, or the flags define no run.
@@ -122,10 +124,10 @@ def _read_spec(flags: tuple[str, ...], name: str, ranks: int | None) -> RunSpec:
 
 
 def _override_family_flags(arguments: tuple[str, ...], family: str) -> tuple[str, ...]:
-    """Return the flags of a model's file, with Megatron's default of each flag that the family sets.
+    """Return the flags of a model's file, extended by flags that undo the training flags of its family.
 
-    The kit puts the family's training flags first. Without the default, a flag that the recipe leaves
-    out would get the family's value.
+    The kit puts the family's training flags before the flags of the file. A flag that the recipe leaves out
+    would therefore get the family's value. So each such flag is added with Megatron's default.
 
     Raises:
         RecipeError: A flag of the family cannot be undone.
@@ -145,9 +147,9 @@ def _override_family_flags(arguments: tuple[str, ...], family: str) -> tuple[str
 
 
 def _undo_family_flag(flag: str, flags: Flags) -> list[str]:
-    """Return arguments with which a flag of the family, which has no default, changes nothing.
+    """Return arguments that undo a flag of the family for which Megatron has no default.
 
-    `flags` are the recipe's. The result is empty for a flag that needs nothing.
+    `flags` are the recipe's flags. The result is empty for a flag that does not have to be undone.
 
     Raises:
         RecipeError: The recipe has neither a number of iterations nor a learning rate.

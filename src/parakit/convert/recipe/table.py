@@ -79,9 +79,9 @@ def _parse_value(content: object) -> Value:
     """Return the Python value of one field of a YAML file.
 
     Numbers, truth values and text stay as they are, and a list is converted item by item. A mapping with the
-    key `_target_` names a Python object and becomes a `Symbol` with its dotted name. The name of an
-    enumeration's member ends in the member. Any other mapping becomes its text, and everything else, including
-    an empty mapping, None.
+    key `_target_` names a Python object and becomes a `Symbol` with the dotted name of the object. For a member
+    of an enumeration, this name ends in the name of the member. Any other mapping becomes its text. Everything
+    else, including an empty mapping, becomes None.
     """
     if isinstance(content, list):
         return [_parse_value(item) for item in content]
@@ -109,7 +109,7 @@ BRIDGE_DEFAULTS = parse_container(_DEFAULTS)
 
 @dataclass(frozen=True)
 class ValueKind:
-    """A conversion between the arguments of a flag and the value of a field."""
+    """A kind of value, such as a whole number: converts between the arguments of a flag and the value of a field."""
 
     wanted: str
     """What a value has to be, as error messages name it: 'a whole number'."""
@@ -198,7 +198,7 @@ VALUE_KINDS = {
 
 
 def megatron_default(flag: KnownFlag) -> Value:
-    """Return the value that Megatron takes without the flag.
+    """Return the value that Megatron uses if the flag is missing.
 
     None stands for no value, or for a value that Megatron derives from other flags.
     """
@@ -238,7 +238,7 @@ POSITIONS_FLAG = "--max-position-embeddings"
 
 
 def implied_switches(flags: Flags) -> tuple[str, ...]:
-    """Return switches that Megatron's `validate_args` sets because of other flags, which Bridge does not."""
+    """Return the switches that Megatron's `validate_args` sets because of other flags. Bridge does not set them."""
     switches = []
     if flags.has("--fp16") and not flags.has("--loss-scale"):
         # With a dynamic loss scale an overflow skips the update, and must not end the run.

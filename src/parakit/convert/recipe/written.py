@@ -40,7 +40,7 @@ def render_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
     """Return the text of `bridge_recipe.py`.
 
     Args:
-        recipe: The recipe's fields, and what has none.
+        recipe: The fields of the recipe, and descriptions of the settings for which there is no field.
         spec: The run, for the title and the number of ranks.
         origin: The command that makes the file, for its header.
         path: The file's path from the repository's root, for the command that trains it.
@@ -89,7 +89,7 @@ def render_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
 def render_entry(
     spec: RunSpec, name: str, variables: Mapping[str, str], origin: str, path: str
 ) -> str:
-    """Return the text of `nemo_entry.py`, which trains the recipe beside it on this machine.
+    """Return the text of `nemo_entry.py`, a program that trains the recipe in its folder on this machine.
 
     Args:
         spec: The run, for the title and the number of ranks.
@@ -137,7 +137,7 @@ def _torchrun_options(ranks: int) -> str:
 def _collect_imports(paths: Iterable[str]) -> list[tuple[str, list[str]]]:
     """Return pairs of a module and the names to import from it, for dotted paths; all are sorted.
 
-    `ConfigContainer` is always among them. Paths of torch are left out, because they are written in full.
+    `ConfigContainer` is always included. Paths of torch are left out, because recipes write them in full.
     """
     names_by_module: dict[str, set[str]] = {"megatron.bridge.training.config": {"ConfigContainer"}}
     for path in paths:
@@ -174,7 +174,7 @@ def _format_fields(section: str, fields: Mapping[str, Value]) -> Iterable[tuple[
 
 
 def _format_python(value: Value) -> str:
-    """Return a value as the recipe writes it: symbols by their imported name, texts in double quotes."""
+    """Return a value as Python code for the recipe: symbols by their imported name, texts in double quotes."""
     if isinstance(value, Symbol):
         module, _ = _split_import(value.path)
         return value.path.removeprefix(f"{module}.") if module else value.path

@@ -26,7 +26,7 @@ LATEST_MEGATRON = MegatronVersion.V0_19
 
 
 class CollectiveCall(NamedTuple):
-    """Equal calls of one rank in one iteration."""
+    """Calls of one rank in one iteration that have the same group, operation, purpose and size."""
 
     group: Group
     ranks: int
@@ -83,9 +83,10 @@ def collective(
 
 
 def layer_passes(spec: RunSpec, *modules: str) -> tuple[int, int]:
-    """Return the forward and the backward passes through these modules on one rank per iteration.
+    """Return the numbers of forward and of backward passes on one rank per iteration.
 
-    Forward passes include recomputed ones.
+    One pass is one layer with one micro batch. Forward passes include those that backward repeats because it
+    recomputes any of `modules`. Without modules, only full recomputation counts.
     """
     layers = spec.layers_per_stage
     again = layers if spec.recompute.recomputes(*modules) else 0

@@ -24,11 +24,11 @@ def context_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def mtp_boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Yield the sends of multi-token prediction over CP, which shifts tokens, positions, labels and
-    mask by one.
+    """Yield the sends between context-parallel ranks with which multi-token prediction shifts tokens, positions,
+    labels and mask by one token.
 
-    Both chunks of a rank's sequence receive one token from a neighbouring rank. The first and the
-    last rank send one of the two (`multi_token_prediction.py: roll_tensor`, in the default group).
+    A rank has two chunks of the sequence. Each chunk receives one token from a neighbouring rank, in the default
+    group (`multi_token_prediction.py: roll_tensor`). Nothing is yielded without context parallelism.
     """
     if spec.parallelism.context == 1:
         return
@@ -44,8 +44,9 @@ def mtp_boundary_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def _ring_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Yield the sends of ring attention: with c context-parallel ranks, K and V take c−1 steps around the ring.
-    Backward sends K, V and their gradients.
+    """Yield the sends of ring attention. Forward sends K and V, and backward sends K, V and their gradients.
+
+    With c context-parallel ranks, each of these tensors takes c−1 steps around the ring.
     """
     steps = spec.parallelism.context - 1
     payload = _heads_bytes(spec, 2 * spec.shape.query_groups)
@@ -62,8 +63,8 @@ def _ring_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def _all_gather_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Yield the gathers of K and V in forward and backward, and the reduce-scatters of their
-    gradients.
+    """Yield the all-gathers of K and V in forward and again in backward, and the reduce-scatters of the gradients
+    of K and V.
     """
     payload = spec.parallelism.context * _heads_bytes(spec, spec.shape.query_groups)
     gather, scatter = Operation.ALL_GATHER, Operation.REDUCE_SCATTER
@@ -79,8 +80,10 @@ def _all_gather_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def _all_to_all_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Yield the all-to-alls that turn Q, K, V and the output from a split sequence to split heads
-    and back.
+    """Yield the all-to-alls of attention with `a2a` context parallelism, in forward and backward.
+
+    Before attention, Q, K and V change from a split sequence to split heads. After attention, the output changes
+    back to a split sequence.
     """
     queries = _heads_bytes(spec, spec.shape.heads)
     keys = _heads_bytes(spec, spec.shape.query_groups)

@@ -24,7 +24,11 @@ _ROUTER = "transformer/moe: logging of auxiliary losses"
 def control_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
-    """Yield the reductions of a few numbers, for a log line per iteration and gradient clipping."""
+    """Yield one pipeline rank's collectives of a few numbers per iteration.
+
+    They carry the gradient norm, the overflow flag, the losses of the log line, and agreements between ranks.
+    A log line per iteration is assumed. Only the last pipeline rank reduces the loss.
+    """
     yield _all_reduce_numbers(spec, Group.WORLD, "does any rank want to rerun", _RERUN)
     yield from _gradient_statistics(spec)
     yield _all_reduce_numbers(spec, Group.MODEL, "was the update made everywhere", _AGREED)
@@ -48,8 +52,8 @@ def control_collectives(
 def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Yield the reductions of the gradient norm and, under fp16, of the overflow flag.
 
-    With expert parallelism two optimizers are chained. Each reduces its own norm, unless both are
-    distributed optimizers, whose norms share one group (`ChainedOptimizer.get_grad_norm`).
+    With expert parallelism Megatron chains two optimizers. Each of them reduces the norm of its own gradients.
+    Two distributed optimizers share one reduction over all ranks (`ChainedOptimizer.get_grad_norm`).
     """
     sharding = spec.parallelism.sharding
     groups = [Group.MODEL] + ([Group.EXPERT_MODEL] if spec.parallelism.expert > 1 else [])
@@ -65,10 +69,11 @@ def _gradient_statistics(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[CollectiveCall]:
-    """Yield the reductions of the routers' losses for the log; f4fa7d6b averages the z-loss over DP
-    alone.
+    """Yield the all-reduces of the routers' losses for the log.
 
-    The load-balancing loss is logged as 0 if it is not part of the loss.
+    Megatron logs the load-balancing loss even if it is not part of the loss. The logged value is then 0. The
+    z-loss is yielded only if the model has a z-loss. Megatron f4fa7d6b does not reduce the z-loss over the
+    tensor-parallel ranks.
     """
     everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
     layers = (spec.shape.layers + spec.shape.mtp_layers) * max(1, len(spec.shape.blocks))
@@ -83,9 +88,7 @@ def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[Collect
 
 
 def _timers(spec: RunSpec) -> CollectiveCall:
-    """Return the all-gather of timers at every log line of f4fa7d6b, which happens even if no timer
-    runs.
-    """
+    """Return the all-gather of timers, which Megatron f4fa7d6b calls at every log line even if no timer runs."""
     return collective(
         spec,
         Group.WORLD,

@@ -33,9 +33,10 @@ def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 
 
 def _ddp_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Yield DDP's calls: one all-reduce per model chunk's full buffer.
+    """Yield the all-reduces of DDP: one of gradients and one of expert gradients per model chunk.
 
-    Overlapping splits the same bytes into buckets.
+    Each all-reduce carries the chunk's full buffer. With overlapping, Megatron splits these bytes into buckets,
+    and this is not modelled.
     """
     width, source = bytes_per_parameter(spec).gradients, f"{_BUCKETS}.start_grad_sync"
     for chunk in chunk_buffers(spec, pipeline_rank):
@@ -48,14 +49,14 @@ def _ddp_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
 
 
 def _distributed_optimizer_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Yield the reduce-scatters of gradients and all-gathers of updated weights, over padded
-    buckets.
+    """Yield the distributed optimizer's calls: reduce-scatters of gradients, and all-gathers of
+    updated weights.
 
-    A tied embedding on several stages has its own bucket. In a rank's first virtual stage it has a call too
-    (`partition_buckets(force_single_bucket_group=…)`). Every tensor starts at a multiple of 64 elements, and
-    every bucket ends at a multiple of lcm(ranks, 128).
+    Calls carry padded buckets: every tensor starts at a multiple of 64 elements, and every bucket ends at a
+    multiple of lcm(ranks, 128). A tied embedding on several stages has its own bucket. In a rank's first virtual
+    stage that bucket also has its own call (`partition_buckets(force_single_bucket_group=…)`).
 
-    With expert parallelism two optimizers are chained, and each gathers the weights of both
+    With expert parallelism Megatron chains two optimizers, and each gathers the weights of both
     (`start_param_sync_for_bucket_group_subset`, also `start_param_sync` at f4fa7d6b).
     """
     precision, gathers = bytes_per_parameter(spec), 2 if spec.parallelism.expert > 1 else 1
@@ -73,7 +74,7 @@ def _distributed_optimizer_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[
 
 
 def _bucket_groups(spec: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, int]]:
-    """Yield group and elements of the buckets that one call moves."""
+    """Yield one pair per call: its group, and the elements that the call moves, padding included."""
     ranks = group_size(spec.parallelism, Group.DATA_CONTEXT)
     expert_ranks = group_size(spec.parallelism, Group.EXPERT_DATA)
     for stage, chunk in enumerate(chunk_buffers(spec, pipeline_rank)):
@@ -89,12 +90,12 @@ def bucket_elements(buffer: Buffer, ranks: int) -> int:
 
 
 def _fsdp_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Yield the calls of ZeRO-2, ZeRO-3 and FSDP2; Megatron-FSDP's buckets of dense models are
-    padded.
+    """Yield the weight gathers and gradient reduce-scatters of ZeRO-2, ZeRO-3 and FSDP2.
 
     Every micro batch reduce-scatters its gradients. ZeRO-3 and FSDP2 gather each layer before its
-    forward and before its backward, FSDP2 also the embedding and the output layer. ZeRO-3's tensors
-    outside layers, and all tensors of ZeRO-2 in one bucket, are gathered once after the update.
+    forward and before its backward. FSDP2 gathers the embedding and the output layer in this way too. ZeRO-3
+    gathers the tensors outside layers once after the update. ZeRO-2 gathers all tensors, in one bucket, once
+    after the update. For dense models, the buckets of ZeRO-2 and ZeRO-3 (Megatron-FSDP) are padded.
     """
     parallelism, (dense, _) = spec.parallelism, spec.count_dense_layers(pipeline_rank)
     layers = spec.num_layers_on_stage(pipeline_rank) - dense
@@ -124,8 +125,12 @@ def _fsdp_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
 def _unit_calls(
     spec: RunSpec, group: Group, elements: int, passes: int, *, layered: bool = True
 ) -> Iterator[CollectiveCall]:
-    """Yield the weight gathers and gradient reduce-scatters of one unit with `passes` passes per
-    iteration.
+    """Yield the weight gathers and the gradient reduce-scatters of units of `elements` parameters.
+
+    Args:
+        passes: Passes through such units per iteration: number of units times number of micro batches.
+        layered: True if ZeRO-3 and FSDP2 gather the weights before each forward and each backward. Otherwise
+            each unit is gathered once per iteration.
     """
     precision = bytes_per_parameter(spec)
     keeps = not (spec.parallelism.sharding.shards_weights and layered)
@@ -138,8 +143,9 @@ def _unit_calls(
 
 
 def _widest_row(spec: RunSpec) -> int:
-    """Return the elements that Megatron-FSDP cuts buckets at multiples of: full rows of each matrix
-    (`chunk_size_factor`).
+    """Return a number of elements that is a multiple of the row length of each matrix.
+
+    Megatron-FSDP cuts buckets only at multiples of this number (`chunk_size_factor`).
     """
     shape, tensor = spec.shape, spec.parallelism.tensor
     return lcm(shape.hidden, shape.heads * shape.head_width // tensor, shape.ffn_hidden // tensor)

@@ -64,7 +64,14 @@ def routed_tokens(spec: RunSpec) -> int:
 def _layer_calls(
     spec: RunSpec, group: Group, rows: list[_Row], source: str, times: int = 1
 ) -> Iterator[CollectiveCall]:
-    """Yield each row `times` times per pass through a layer; nothing for a group of one rank."""
+    """Yield one entry per row, with the number of its calls per iteration.
+
+    Nothing is yielded for a group of one rank.
+
+    Args:
+        rows: Operation, phase, description and payload bytes of each call.
+        times: Calls of each row per pass through a layer.
+    """
     if group_size(spec.parallelism, group) == 1:
         return
     forwards, backwards = layer_passes(spec, "moe")
@@ -74,11 +81,10 @@ def _layer_calls(
 
 
 def _auxiliary_loss_call(spec: RunSpec) -> CollectiveCall:
-    """Return the all-reduce of the auxiliary loss: tokens per expert, over the ranks that hold one
-    sample.
+    """Return the all-reduce of the token counts per expert, from which the auxiliary loss is computed.
 
-    The loss is computed in the pass that has gradients: once per layer, in the recomputation if
-    there is one.
+    It sums over the ranks among which a sample is split (TP and CP). It happens once per layer and micro batch:
+    in the recomputation if the layer is recomputed, else in forward.
     """
     return collective(
         spec,
@@ -106,8 +112,10 @@ def _all_to_all_rows(description: str, payload: int) -> list[_Row]:
 
 
 def _all_gather_rows(spec: RunSpec) -> list[_Row]:
-    """Return the calls of the all-gather dispatcher: all tokens on each rank of ETP×EP, outputs
-    summed back.
+    """Return the calls of the all-gather dispatcher per layer and micro batch.
+
+    Every rank of the ETP×EP group gathers all tokens of the group. A reduce-scatter sums the experts' outputs
+    and returns each token to its rank.
     """
     ranks, element = group_size(spec.parallelism, Group.TENSOR_EXPERT), spec.element_bytes
     tokens = ranks * (spec.micro_batch_tokens // spec.sequence_shards)
@@ -125,9 +133,10 @@ def _all_gather_rows(spec: RunSpec) -> list[_Row]:
 
 
 def _expert_tensor_rows(spec: RunSpec) -> list[_Row]:
-    """Return the calls over ETP: an expert's inputs are gathered, its outputs reduce-scattered.
+    """Return the calls over ETP per layer and micro batch.
 
-    gloo's versions need equal parts, so CPU ranks use all-to-alls of the same bytes
+    The inputs of an expert are gathered, and its outputs are reduce-scattered. CPU ranks use all-to-alls of as
+    many bytes in place of both. The reason is that gloo gathers and scatters only parts of equal size
     (`megatron_patches/cpu/variable_size_collectives.py`).
     """
     chosen = spec.parallelism.effective_expert_tensor * routed_tokens(spec) * spec.element_bytes

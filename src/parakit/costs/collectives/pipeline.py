@@ -15,8 +15,10 @@ _P2P = "pipeline_parallel/p2p_communication.py: P2PCommunicator"
 
 
 def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Yield the messages of one pipeline rank; with virtual stages the last rank also sends to the
-    first.
+    """Yield the messages that one pipeline rank sends: activations forward, gradients backward.
+
+    The first and the last rank also all-reduce a tied embedding. With virtual stages the last rank also sends
+    activations to the first. Nothing is yielded for a single pipeline stage.
     """
     pipeline, ends = spec.parallelism.pipeline, spec.microbatches
     if pipeline == 1:
@@ -35,8 +37,9 @@ def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 
 
 def tied_embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Yield the all-reduce of the embedding's gradients between the first and the last stage, if
-    both hold it.
+    """Yield the all-reduce of the embedding's gradients between the first and the last stage.
+
+    Nothing is yielded unless both stages hold a copy of the embedding.
     """
     if not spec.shares_embedding_across_stages:
         return

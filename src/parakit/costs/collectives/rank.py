@@ -27,11 +27,13 @@ from parakit.costs.collectives.tensor import tensor_collectives
 def rank_collectives(
     spec: RunSpec, pipeline_rank: int = 0, megatron: MegatronVersion = LATEST_MEGATRON
 ) -> tuple[CollectiveCall, ...]:
-    """Return the calls of one pipeline rank in a steady iteration. All of its TP, CP and DP ranks
-    make the same.
+    """Return the calls of one pipeline rank in a steady iteration.
+
+    All TP, CP and DP ranks of this pipeline rank make identical calls. Calls in groups of one rank and calls
+    without bytes are left out.
 
     Raises:
-        UnevenSplitError: A degree does not divide what it splits.
+        UnevenSplitError: A parallel size does not divide the dimension that it splits.
     """
     calls = _all_collectives(spec, pipeline_rank, megatron)
     return tuple(call for call in calls if call.ranks > 1 and call.total_payload_bytes)
@@ -47,7 +49,7 @@ def busiest_collectives(spec: RunSpec) -> tuple[CollectiveCall, ...]:
 def _all_collectives(
     spec: RunSpec, pipeline_rank: int, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
-    """Yield the calls of one pipeline rank, those of groups of one rank included."""
+    """Yield the calls of one pipeline rank per iteration. Calls in groups of one rank are included."""
     yield from tensor_collectives(spec, pipeline_rank, megatron)
     for run in spec.uniform_stage_specs(pipeline_rank):
         yield from context_collectives(run)

@@ -43,9 +43,9 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Yield the calls inside the layers of one pipeline rank, over all micro batches.
 
     There is one all-reduce after each row-parallel matrix, and one for the input gradient of each
-    column-parallel matrix. Under SP, each becomes a reduce-scatter and an all-gather, and backward
-    gathers the inputs a second time. Backward's calls overlap with the weights' gradients, except
-    the last gather.
+    column-parallel matrix. Under SP a reduce-scatter and an all-gather replace each all-reduce, and backward
+    gathers the inputs a second time. Calls of backward overlap with the computation of weight gradients. Only
+    the gather of the output gradients does not overlap. Nothing is yielded if TP is 1.
     """
     if spec.parallelism.tensor == 1:
         return
@@ -127,9 +127,10 @@ def _repeat_calls(times: int, calls: Iterator[CollectiveCall]) -> Iterator[Colle
 
 
 def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:
-    """Yield the modules that recompute each pair of a column-parallel and a row-parallel matrix.
+    """Yield one tuple per pair of a column-parallel and a row-parallel matrix of the layer.
 
-    Pairs belong to attention or a mixer, to an MLP, and to a shared expert.
+    A tuple has the modules whose recomputation repeats the pair's forward. It is empty for attention or a mixer.
+    An MLP and a shared expert are the other pairs.
     """
     if shape.blocks not in (MLP, EXPERTS):
         yield ()
@@ -140,10 +141,11 @@ def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:
 
 
 def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Yield the calls of the embedding.
+    """Yield the calls of the word embedding, one per micro batch.
 
-    Learned positions are added after the reduction. So under SP the embeddings are then all-reduced
-    and split afterwards, instead of reduce-scattered.
+    Without SP the embeddings are all-reduced. Under SP they are reduce-scattered, and backward gathers their
+    gradients. Learned positions can only be added to full embeddings. For models with learned positions the
+    embeddings are therefore all-reduced and split afterwards, even under SP.
     """
     sequence_parallel = spec.parallelism.sequence_parallel
     operation = _SCATTER if sequence_parallel and not spec.shape.positions else _REDUCE
@@ -157,11 +159,11 @@ def embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 
 def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
-    """Yield the calls of the output layer's input and gradient, and of the loss: three numbers per
-    token.
+    """Yield the calls of the output layer and of the loss on the last pipeline rank.
 
-    With multi-token prediction, they occur once more per MTP layer. Each rank's largest logit is
-    gathered too, to count correct predictions.
+    The output layer reduces its input's gradient and, under SP, gathers its input. The loss all-reduces three
+    numbers per token. With multi-token prediction, each MTP layer repeats all these calls. It also gathers the
+    largest logit of each rank, from which correct predictions are counted.
     """
     rows = [(_REDUCE, _BACKWARD, "input gradients of the output layer")]
     if spec.parallelism.sequence_parallel:
@@ -194,10 +196,11 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 def batch_collectives(
     spec: RunSpec, first: bool, last: bool, megatron: MegatronVersion
 ) -> Iterator[CollectiveCall]:
-    """Yield the broadcasts of the batch: TP rank 0 reads the data, before CP splits the sequence.
+    """Yield the broadcasts by which TP rank 0 sends the batch to the other TP ranks.
 
-    0.19 reads once per micro batch; f4fa7d6b reads for every virtual stage of the first and last
-    ranks. The last stage needs the tokens too if it predicts several tokens.
+    Full sequences are sent, because CP splits them afterwards. Megatron 0.19 broadcasts once per micro batch.
+    Megatron f4fa7d6b broadcasts once per micro batch and virtual stage. Only the first and the last pipeline
+    rank get a batch. The last one gets the tokens too if the model predicts several tokens.
     """
     virtual = spec.parallelism.virtual_stages if megatron is MegatronVersion.F4FA7D6B else 1
     length = spec.shape.seq_length
@@ -214,8 +217,9 @@ def batch_collectives(
 
 
 def partial_gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Yield the all-reduce of gradients that SP leaves partial: norms, row-parallel biases and
-    routers.
+    """Yield the all-reduce of gradients of norms, row-parallel biases and routers.
+
+    Under SP each TP rank has only a partial sum of these gradients. Nothing is yielded without SP.
     """
     if not spec.parallelism.sequence_parallel:
         return

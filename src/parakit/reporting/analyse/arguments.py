@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 def find_differing_arguments(
     lists: Sequence[Mapping[str, str]],
 ) -> dict[str, tuple[str, ...]]:
-    """Return the arguments that differ between lists, by name in alphabetical order, with one value per list.
+    """Return the arguments that differ between lists: for each name, one value per list.
 
-    A list with less than half of the arguments of the longest one is a command line, or has been shortened: an
-    argument that is missing in it is unknown and no difference, and only names of the longer lists are compared.
-    An empty value stands for a missing argument.
+    The names are in alphabetical order, and an empty value stands for a missing argument. A list with less than
+    half as many arguments as the longest list may be shortened or a command line. An argument that such a list
+    does not have is unknown and does not count as a difference. An argument that only such lists have is not
+    compared.
     """
     longest = max(map(len, lists), default=0)
     complete = [arguments for arguments in lists if len(arguments) >= longest / 2]

@@ -74,7 +74,7 @@ class SpeedComparison:
 
 
 def compare_speed(reference: Configuration, other: Configuration) -> SpeedComparison:
-    """Compare the times of two rows; times per iteration only if both do the same work."""
+    """Compare the times of two rows. Times per iteration are compared only if both rows do the same work."""
     reference_run, run = reference.newest, other.newest
     model_differences = reference_run.stated_model.differences(run.stated_model)
     work, caution = None, why_withheld(reference) or why_withheld(other)
@@ -124,10 +124,10 @@ def why_withheld(row: Configuration) -> str:
 
 
 def why_impossible(reference: Configuration, other: Configuration, speed: SpeedComparison) -> str:
-    """Return why a ratio of times is impossible; empty if it is possible or nothing can be said.
+    """Return why a ratio of two times is impossible; empty if the ratio is possible or if the data cannot decide it.
 
-    With N times as many devices the same work takes at least 1/N of the time. If the whole interval of the
-    ratio is below 1/N, something slowed the run on fewer devices down.
+    With N times as many devices the same work takes at least 1/N of the time. If the whole interval of the ratio
+    is below 1/N, something slowed the run on fewer devices down.
     """
     reference_spec, spec = reference.newest.spec, other.newest.spec
     ratio = speed.per_iteration
@@ -152,7 +152,11 @@ def why_impossible(reference: Configuration, other: Configuration, speed: SpeedC
 
 
 def _why_devices_differ(reference: Run, other: Run) -> str:
-    """Return why devices allow no verdict on speed; empty if they are the same or both are unknown."""
+    """Return why the speeds of two runs cannot be compared because of their devices; empty if they can be.
+
+    The reasons are different devices, a device that only one run names, and a number of devices that only one run
+    states. Two runs of which neither names a device can be compared.
+    """
     devices = {run.name: run.device for run in (reference, other)}
     if reference.device and other.device:
         if reference.device != other.device:
@@ -171,8 +175,8 @@ def _describe_model_doubt(
 ) -> str:
     """Return a clause on known differences between two models.
 
-    Without known differences, return a clause on flags that a log does not state and that may differ; empty if
-    there are none either.
+    If there are none, the clause is about flags that a log does not state and that may differ. It is empty if
+    there are no such flags.
     """
     known = [difference for difference in differences if difference.is_known]
     if known:
@@ -212,7 +216,9 @@ def _work_per_iteration(reference: Run, other: Run) -> tuple[tuple[int, int] | N
 
 
 def _describe_missing(runs: Sequence[Run], values: Mapping[str, Sequence[object]]) -> str:
-    """Return which runs print no value of which quantities; empty if all print all.
+    """Return a text on the quantities that runs do not print, such as `a.log prints no sequence length`.
+
+    The text is empty if every run prints every quantity.
 
     Args:
         runs: The runs.
@@ -232,10 +238,10 @@ def _describe_missing(runs: Sequence[Run], values: Mapping[str, Sequence[object]
 
 
 def list_differences(reference: Run, other: Run) -> list[WorkMismatch]:
-    """Return the properties in which two runs differ although a comparison of times requires them to be equal.
+    """Return the properties in which two runs differ, although their times can be compared only if these are equal.
 
-    Flags of the models come first. If one of the runs is a foreign log, all printed arguments that differ
-    follow at the end.
+    Flags of the model come first, then conditions such as the batch. If one of the runs is a foreign log, the
+    printed arguments that differ and are not listed yet come last.
     """
     mismatches = [
         WorkMismatch(difference.flag, difference.reference, difference.other)
@@ -256,7 +262,7 @@ def list_differences(reference: Run, other: Run) -> list[WorkMismatch]:
 def _compare_printed_arguments(
     reference: Run, other: Run, flags_of_model: AbstractSet[str]
 ) -> Iterator[WorkMismatch]:
-    """Yield the printed arguments that differ; nothing if a log prints none.
+    """Yield the printed arguments that differ; yield nothing if one of the two logs prints no arguments.
 
     Args:
         reference: The reference's run.
@@ -290,7 +296,7 @@ _CONDITIONS_OF_STRATEGY = ("devices", "padded vocabulary")
 
 
 def _list_conditions(run: Run) -> dict[str, str]:
-    """Return the properties that two compared runs should share, by name; `unknown` if not known."""
+    """Return the properties that two compared runs should share, by name. An unknown property is `unknown`."""
     spec, record = run.spec, run.record
     values = {
         "devices": spec and spec.parallelism.world_size,
@@ -328,7 +334,7 @@ WITHHELD = (SHARED, OVERSUBSCRIBED, DISTURBED, SLOWED_REFERENCE)
 
 
 def describe_adam_state(run: Run) -> str | None:
-    """Return whether Adam's moments existed; None if no line reports skipped steps.
+    """Return a text on whether Adam's moments exist in memory; None if no line states the number of skipped steps.
 
     fp16 skips its first steps, and Adam allocates its moments in the first step that is not skipped.
     """
@@ -340,7 +346,7 @@ def describe_adam_state(run: Run) -> str | None:
 
 
 def describe_conditions(runs: Iterable[Run]) -> list[str]:
-    """Return a sentence on the machines and the kit's commits of runs; empty without recorded runs."""
+    """Return sentences on the machines of the runs and on the kit's commits; empty if no run has a run folder."""
     records = [run.record for run in runs if run.record]
     if not records:
         return []

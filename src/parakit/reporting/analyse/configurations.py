@@ -68,7 +68,7 @@ def build_row_identity_from_parts(
     record: RunRecord | None,
     printed: Mapping[str, str],
 ) -> RowIdentity:
-    """Return the identity of a run, which may be known from an earlier report only.
+    """Return the identity by which runs are pooled in a row and rows of two reports are matched.
 
     Args:
         run: Name of the run; it is the identity of a run without a known configuration.
@@ -89,10 +89,10 @@ def build_row_identity(run: Run) -> RowIdentity:
 
 
 def group_into_rows(runs: Iterable[Run], all_conditions: bool = False) -> list[Configuration]:
-    """Group runs into rows: repeats of the kit's runs are pooled, a foreign log is a row of its own.
+    """Group runs into rows. Repeats among the kit's runs share a row, and each foreign log has a row of its own.
 
-    Rows are ordered by model, device, ranks and strategy. With a foreign log among the runs, they are in the
-    order of `runs`.
+    Rows are ordered by model, device, ranks and strategy. If a foreign log is among the runs, rows are in the
+    order of `runs` instead.
 
     Args:
         runs: Runs in the order in which the user named them.
@@ -128,7 +128,7 @@ def _group_repeats(runs: Sequence[Run]) -> list[list[Run]]:
 
 
 def _build_rows(members: Sequence[Run], all_conditions: bool) -> list[Configuration]:
-    """Return the report's rows of runs that repeat one another.
+    """Return the rows of the report for runs that repeat one another.
 
     Args:
         members: The runs, from the oldest to the newest.
@@ -156,7 +156,11 @@ def _build_rows(members: Sequence[Run], all_conditions: bool) -> list[Configurat
 
 
 def make_names_distinct(runs: Sequence[Run]) -> list[Run]:
-    """Return the runs with distinct names: logs of one file name get their folder's name, or a number."""
+    """Return the runs, with a distinct name for each run that shares its name with another.
+
+    The name of the run's folder is put before the name. If runs of one name are in the same folder, a number is
+    appended instead.
+    """
     runs_by_name: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         runs_by_name[run.name].append(run)
@@ -174,7 +178,7 @@ def make_names_distinct(runs: Sequence[Run]) -> list[Run]:
 
 
 def estimate_pooled_runs(runs: Sequence[Run]) -> Estimate | None:
-    """Return one iteration time for all runs in milliseconds; None if no run has measured iterations.
+    """Return the milliseconds per iteration over all runs together; None if no run has measured iterations.
 
     Runs that other programs slowed down are left out, unless all runs were slowed down.
     """
@@ -190,7 +194,7 @@ def device_scatter(device: str) -> Scatter:
 
 
 def _split_by_success(runs: Sequence[Run], older: Sequence[Run]) -> list[Configuration]:
-    """Return a row for runs with usable times, and one for the failures after the last of them.
+    """Return at most two rows: the runs with usable times, and the failures after the last of these runs.
 
     Args:
         runs: Runs of one identity under the same conditions, oldest first.
@@ -216,7 +220,7 @@ def _split_by_success(runs: Sequence[Run], older: Sequence[Run]) -> list[Configu
 def _conditions_key(run: Run) -> tuple[object, ...]:
     """Return a key that is equal for runs with the same code, Megatron, software and host.
 
-    The key is empty for a log without a run folder, which does not record them.
+    The key is empty for a log without a run folder, because such a log does not record these conditions.
     """
     if run.record is None:
         return ()
@@ -228,7 +232,7 @@ def _conditions_key(run: Run) -> tuple[object, ...]:
 
 
 def _row_order(row: Configuration) -> tuple[object, ...]:
-    """Return the sort key of a row: model, device, precision, strategy's place in the examples, ranks."""
+    """Return the sort key of a row: model, device, precision, position of the strategy in the examples, ranks."""
     run, spec = row.newest, row.newest.spec
     position = (
         EXAMPLE_STRATEGIES.index(run.strategy)
@@ -289,9 +293,11 @@ def describe_patch_file(spec: RunSpec | None) -> str:
 
 
 def _distinguishing_suffixes(runs: Sequence[Run]) -> list[str]:
-    """Return a distinct text per run: the first property that differs, several, arguments, or the runs' names.
+    """Return a text per run that distinguishes the run from the others.
 
-    Arguments distinguish runs of the kit only. Logs are known by their files.
+    The text is the first property whose values all differ, or else several properties joined. If properties do
+    not distinguish the runs, it lists the arguments that differ (only for runs of the kit), or else it is the
+    run's name.
     """
     for describe in _DISTINCTIONS:
         texts = [describe(run) for run in runs]
@@ -314,9 +320,10 @@ _MAX_ARGUMENTS = 3
 
 
 def _describe_differing_arguments(runs: Sequence[Run]) -> list[str]:
-    """Return the differing arguments of each run, such as `lr 0.001`; empty if there are none or too many.
+    """Return a text per run with its values of the arguments that differ, such as `lr 0.001`.
 
-    The result is also empty if one of the runs is a foreign log.
+    The list is empty if no arguments differ, if more than _MAX_ARGUMENTS differ, or if one of the runs is a
+    foreign log.
     """
     if any(run.is_foreign for run in runs):
         return []

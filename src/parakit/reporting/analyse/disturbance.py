@@ -38,9 +38,11 @@ def has_more_ranks_than_cores(run: Run) -> bool:
 
 
 def why_disturbed(run: Run) -> str:
-    """Return the CPU rank that got the least of a core, such as `rank 1 got 34% of a core`.
+    """Return how little of a core a CPU rank got, such as `rank 1 got 34% of a core`; empty if ranks got enough.
 
-    It is empty if every rank got its core, if nothing tells, and for GPUs and foreign logs.
+    If the run recorded processor times, the rank that got the least is named. Otherwise samples of the processes
+    are used, and the busiest rank is named. The text is also empty for GPUs, for foreign logs, and without
+    processor times and samples.
     """
     known = ranks_and_cores(run)
     if known is None:
@@ -71,9 +73,10 @@ def _computing_fractions(run: Run) -> Iterator[tuple[int, float]]:
 
 
 def _sampled_fractions(run: Run) -> Iterator[tuple[int, float]]:
-    """Yield each rank with the median fraction of a core that it used while it trained.
+    """Yield each rank with the fraction of a core that it used while it trained, as a median of samples.
 
-    Nothing is yielded for a run that was resumed: its samples are of its last start alone.
+    A rank with too few samples is left out. A resumed run yields nothing, because its samples are only of the
+    last start.
     """
     lines = run.log.iterations
     times_ms = lines.values("elapsed_ms")[lines.known("elapsed_ms")]

@@ -45,7 +45,7 @@ class BaselineError(ValueError):
 
 @dataclass(frozen=True)
 class Change:
-    """Change of one row against an earlier report."""
+    """Difference between a row of the report and the same row of an earlier report."""
 
     row: str
     kind: str
@@ -90,9 +90,9 @@ def read_baseline(folder: Path) -> list[dict[str, Any]]:
 def compare_with_baseline(
     old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]
 ) -> list[Change]:
-    """Return the changes of a report's rows against the rows of an earlier report (`read_baseline`).
+    """Return what changed between the rows of an earlier report (`old`) and the rows of this report.
 
-    Rows that only one of the two reports has are `new` or `missing`.
+    A row that only this report has is `new`, and a row that only the earlier report has is `missing`.
     """
     changes: list[Change] = []
     earlier_indexes = _match_rows(old, entries)
@@ -111,10 +111,11 @@ def compare_with_baseline(
 
 
 def _match_rows(old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> dict[int, int]:
-    """Return the index of the earlier row per index of an entry; entries without one are left out.
+    """Return, by the index of an entry, the index of the matching row of the earlier report.
 
-    An earlier row matches by identity. Several rows may have one identity (other code, or a failure next to
-    a success), so rows of the same run are matched first. An earlier row matches one entry at most.
+    Entries without a match are left out. Rows match if they have the same identity, and each earlier row matches
+    at most one entry. Several rows may have one identity (another version of the code, or a failure next to a
+    success), so rows of the same run are matched first.
     """
     unmatched = {index: (_row_identity(row), row.get("run")) for index, row in enumerate(old)}
     earlier_indexes: dict[int, int] = {}
@@ -133,7 +134,7 @@ def _match_rows(old: Sequence[Mapping[str, Any]], entries: Sequence[Entry]) -> d
 
 
 def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
-    """Return the change of a row's time; empty if one of the two reports has no time."""
+    """Return the change of a row's time as a list of one element; empty if one of the two reports has no time."""
     estimate = entry.estimate
     try:
         samples = msgspec.convert(old.get("iteration_ms_samples") or [], list[list[float]])
@@ -169,7 +170,7 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
 
 
 def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
-    """Return the changes of a row's status, of its verdict on losses and of the exact columns."""
+    """Return the changes of a row's status, of its loss verdict, and of the columns that must be equal exactly."""
     changes = []
     old_status, status = old.get("status"), entry.status
     if old_status != status and not entry.run.is_running:
@@ -195,7 +196,11 @@ def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Cha
 
 
 def _row_identity(row: Mapping[str, Any]) -> RowIdentity:
-    """Return the identity of an earlier row, from its `run.json` or from a log's printed arguments."""
+    """Return the identity of a row of an earlier report.
+
+    It is built from the row's `run.json`, or from the arguments that its log printed. A row with neither, or with
+    unreadable data, is identified by its run's name alone.
+    """
     device, run = row.get("device") or "", str(row.get("run"))
     try:
         if row.get("provenance"):

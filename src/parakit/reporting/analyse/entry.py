@@ -111,7 +111,7 @@ class Entry:
 
     @cached_property
     def implementation(self) -> str:
-        """Code that sharded or trained, with version and commit; empty for a foreign log."""
+        """Program that sharded the model or trained it, with version and commit; empty for a foreign log."""
         record = self.run.record
         if record is None:
             return ""
@@ -130,7 +130,8 @@ class Entry:
     def optimizer(self) -> str:
         """Usual name of the optimizer; empty for a foreign log.
 
-        Megatron's Muon has a name of its own: it decays matrices and updates norms at Muon's rate.
+        Muon has two names, because Megatron's version also decays weight matrices and updates norms at Muon's
+        learning rate.
         """
         record = self.run.record
         if record is None or Flags(record.argv).text("--optimizer") != "muon":
@@ -251,9 +252,10 @@ class Entry:
 
     @cached_property
     def memory_by_rank(self) -> Mapping[int, int]:
-        """Peak bytes by rank, from `memory.json`, else from the log's lines of the device's allocator.
+        """Peak bytes by rank, from `memory.json`, or else from the allocator's lines in the log.
 
-        Megatron prints the allocator's peak only on the first rank of each data-parallel group.
+        Megatron prints the allocator's peak only on the first rank of each data-parallel group. Ranks without a value
+        are left out.
         """
         if peaks := self.run.measurements.peak_memory_bytes_by_rank:
             return peaks
@@ -334,7 +336,10 @@ class Entry:
 
     @cached_property
     def overhead(self) -> float | None:
-        """Iteration time over `pass_seconds_without_communication`, minus 1; None without a time record."""
+        """Iteration time divided by `pass_seconds_without_communication`, minus 1.
+
+        None means that the run has no time record, or that its passes took no time.
+        """
         if self.times is None or not self.pass_seconds_without_communication:
             return None
         return (
@@ -381,7 +386,10 @@ class LossDifference:
 
 
 def loss_differences(entries: Sequence[Entry]) -> list[LossDifference]:
-    """Return the differences of losses per row that was compared; empty if all differences are 0."""
+    """Return, for each row whose losses were compared, its losses minus those of its reference run.
+
+    Rows without a comparison are left out. The list is empty if all differences are 0.
+    """
     runs = {run.name: run for entry in entries for run in entry.configuration.runs}
     differences = []
     for index, entry in enumerate(entries):
@@ -404,8 +412,8 @@ def loss_differences(entries: Sequence[Entry]) -> list[LossDifference]:
 def build_entries_from_folders(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
     """Return one entry per group of run folders; None for a group without a readable folder.
 
-    The groups become the rows as they are, while a report would pool the runs itself. Losses are judged as in a
-    report on the runs of all groups.
+    Each group becomes one row, even if a report would split or join its runs. Losses are judged as in a report on
+    the runs of all groups.
 
     Args:
         groups: Folders of each row, the newest first.
@@ -414,9 +422,9 @@ def build_entries_from_folders(groups: Sequence[Sequence[Path]]) -> list[Entry |
 
 
 def build_entries(groups: Sequence[Sequence[Run]]) -> list[Entry | None]:
-    """Return a row per group of runs, the newest run first; an empty group gives None.
+    """Return one entry per group of runs, which lists the newest run first; an empty group gives None.
 
-    Verdicts on losses are those of a report of all runs.
+    Losses are judged as in a report on the runs of all groups.
     """
     all_runs = [run for runs in groups for run in runs]
     report_rows = group_into_rows(all_runs, all_conditions=True)

@@ -29,7 +29,7 @@ _MAX_NAMED = 4
 
 
 def why_shape_is_unknown(run: Run) -> str:
-    """Return why the model of a foreign log is unknown; empty if it is known or the run is the kit's."""
+    """Return why the model of a foreign log is unknown; empty if the model is known, or for a run of the kit."""
     if run.model or not run.is_foreign:
         return ""
     missing = run.stated_model.lacking
@@ -52,7 +52,7 @@ def _why_models_differ(reference: Run, other: Run) -> str:
 def describe_unstated_flags(
     reference: Run, other: Run, differences: Sequence[ModelDifference]
 ) -> str:
-    """Return a text with the model's flags that only one of the two runs states; empty if there are none."""
+    """Return a text with the model's flags that only one of the two runs states; empty if there are no such flags."""
     unstated = {
         reference.name: [flag.flag for flag in differences if not flag.reference],
         other.name: [flag.flag for flag in differences if not flag.other],
@@ -74,7 +74,7 @@ def _join_first(names: Sequence[str]) -> str:
 
 
 def why_losses_may_differ(reference: Run, other: Run) -> str:
-    """Return why two runs need not print the same losses; empty if they must."""
+    """Return why two runs may print different losses; empty if their losses must be equal."""
     if reason := _why_models_differ(reference, other):
         return reason
     reference_spec, spec = reference.spec, other.spec
@@ -112,10 +112,10 @@ def _differing_settings(reference: Run, other: Run) -> list[str]:
 
 
 def _share_start(reference: Run, other: Run, has_same_layout: bool) -> bool:
-    """Return True if both runs started from the same weights, by hash, else by the checkpoint's name.
+    """Return True if both runs started from the same weights.
 
-    Two runs without a checkpoint share their weights if they have the same layout, because equal seeds then
-    draw equal weights.
+    The hashes of the weights are compared, or else the names of the initial checkpoints. Two runs without a
+    checkpoint give `has_same_layout`, because equal seeds draw equal weights in equal layouts.
     """
     weights, other_weights = (run.record and run.record.start_weights for run in (reference, other))
     if weights and other_weights:
@@ -127,7 +127,7 @@ def _share_start(reference: Run, other: Run, has_same_layout: bool) -> bool:
 
 
 def _list_loss_settings(run: Run) -> dict[str, object]:
-    """Return the settings of a run on which losses depend, by name; None if not known."""
+    """Return the settings of a run that influence its losses, by name; the value of an unknown setting is None."""
     spec = run.spec
     schedule = spec and spec.parallelism.schedule
     return {
@@ -156,7 +156,10 @@ def _parse_schedule_of_argv(argv: tuple[str, ...]) -> dict[str, float | str | No
 
 
 def _parse_values(arguments: Mapping[str, str]) -> dict[str, float | str | None]:
-    """Return the values of the schedule's arguments by name, numbers as numbers."""
+    """Return the values of the learning-rate schedule's arguments by name.
+
+    A value is a float if its text is a number, otherwise the text, or None if the argument is missing.
+    """
     texts = {name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()}
     values: dict[str, float | str | None] = {}
     for name in _SCHEDULE:

@@ -113,7 +113,7 @@ class Parity:
 
     @property
     def repeats_differ(self) -> str:
-        """End of a sentence on repeats that should be equal and differ; empty if none do."""
+        """Clause that says by how much repeats differ although they should be equal; empty if no repeats differ."""
         if self.repeats_units is None:
             return ""
         return (
@@ -123,10 +123,11 @@ class Parity:
 
 
 def judge_parity(rows: Sequence[Configuration]) -> list[Parity]:
-    """Return a verdict per row on its losses, against the reference of the rows with which it must agree.
+    """Return a verdict per row: whether its losses agree with those of the row's reference.
 
-    The reference is a run of `baseline` if possible, also an older run of its row. A row that need not agree
-    with any other row of its model is not comparable; the reason is against the model's main reference.
+    Rows of one model are compared with each other. The reference is a run of `baseline` if possible, even an
+    older one. A row that need not agree with any other row of its model is not comparable, and the reason
+    compares it with the first choice of reference. A row without losses gets an empty verdict.
     """
     verdicts = [Parity() for _ in rows]
     indexes_by_model: dict[str, list[int]] = {}
@@ -148,7 +149,7 @@ def judge_parity(rows: Sequence[Configuration]) -> list[Parity]:
 
 
 def _judge_rows_of_model(rows: Sequence[Configuration]) -> list[Parity]:
-    """Return a verdict per row; all rows are of one model."""
+    """Return a loss verdict per row. All rows must be of one model."""
     ranked_rows = sorted(rows, key=_reference_rank)
     against_others = [_judge_against_others(row, ranked_rows) for row in rows]
     references = {parity.reference for parity in against_others if parity}
@@ -166,10 +167,10 @@ def _judge_rows_of_model(rows: Sequence[Configuration]) -> list[Parity]:
 
 
 def _reference_rank(row: Configuration) -> tuple[bool, bool, bool]:
-    """Return a sort key by which the best reference comes first.
+    """Return a sort key that puts the best reference first.
 
-    Successful runs come before failed ones, unchanged Megatron before a changed one, and baseline before
-    other strategies. Logs keep the order of their names.
+    Successful runs come before failed ones, runs of unpatched Megatron before patched ones, and baseline before
+    other strategies.
     """
     run = row.newest
     is_patched = bool(run.spec and run.spec.patch_file)
@@ -177,9 +178,9 @@ def _reference_rank(row: Configuration) -> tuple[bool, bool, bool]:
 
 
 def single_step_losses(lines: IterationTable) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return iterations and losses of lines for a single step.
+    """Return the iteration numbers and losses of the lines that report a single trained step, as two arrays.
 
-    Averaged lines, skipped steps and losses that are not numbers are left out.
+    Left out are lines that average several steps, skipped steps, and losses that are not finite.
     """
     losses = lines.values("lm_loss")
     left_out = lines.known("averaged") | (lines.values("skipped_iterations") > 0)
@@ -188,9 +189,9 @@ def single_step_losses(lines: IterationTable) -> tuple[NDArray[np.int64], NDArra
 
 
 def loss_points(run: Run) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Return the numbers of a run's iterations and their losses, as two arrays of equal length.
+    """Return the iteration numbers of a run and the losses, as two arrays of equal length.
 
-    A resumed run includes earlier iterations from before the resumption, unless they were trained again.
+    A resumed run includes the iterations of its parent run, except those that it trained again.
     """
     numbers, losses = single_step_losses(run.log.iterations)
     if not run.earlier_iterations:
@@ -220,7 +221,7 @@ class _LossPair:
 
 
 def _pair_losses(curve: Curve, other: Curve) -> list[_LossPair]:
-    """Return the losses of all iterations that both curves have, in order."""
+    """Return a pair of losses for each iteration that both curves have, in the order of the iterations."""
     return [
         _LossPair(
             iteration,
@@ -239,12 +240,12 @@ def last_digit_unit(value: float) -> float:
 
 
 def allowed_difference(unit: float, rounding: float, largest: float) -> float:
-    """Return how far two printed values may differ.
+    """Return how far apart two printed losses may be and still count as equal.
 
     Args:
-        unit: One unit of the last printed digit, and what repeats differ by.
-        rounding: What else rounding may change, relative to the larger value.
-        largest: The absolute value of the larger one.
+        unit: Absolute tolerance: one unit of the last printed digit plus the difference between repeats.
+        rounding: Relative tolerance for other rounding, as a fraction of `largest`.
+        largest: Absolute value of the larger loss.
     """
     return (unit + rounding * largest) * _SLACK
 
@@ -267,9 +268,10 @@ def _why_not_comparable(reference: Run, other: Run) -> str:
 def _judge_uncompared(
     row: Configuration, rows: Sequence[Configuration], references: Collection[str]
 ) -> Parity:
-    """Return the verdict on a row that is compared with no other row.
+    """Return the verdict on a row whose losses are not compared with another row's.
 
-    It is `reference` if other rows are compared with it, empty for the first row, else `not comparable`.
+    The verdict is `reference` if another row uses one of its runs as reference. Otherwise it is empty for the
+    first row, and `not comparable` with a reason for every other row.
     """
     reference_run = next((run.name for run in row.runs if run.name in references), None)
     if reference_run:
@@ -283,10 +285,10 @@ def _judge_uncompared(
 
 
 def _find_last_losses(reference: Run, other: Run) -> LastLosses | None:
-    """Return the losses after the last common iteration of two runs of the same work.
+    """Return the losses of two runs of the same work after the last iteration that both have.
 
-    None means that their models, batches or sequences differ or are not known to be the same, or that they have no
-    iteration in common.
+    None means that their models, batches or sequence lengths differ or are not known to be equal, or that they
+    share no iteration.
     """
     works = [(run.global_batch_size, run.seq_length) for run in (reference, other)]
     is_known = all(map(all, works))
@@ -303,9 +305,10 @@ def _find_last_losses(reference: Run, other: Run) -> LastLosses | None:
 
 
 def _judge_against_others(row: Configuration, rows: Sequence[Configuration]) -> Parity | None:
-    """Return the verdict on a row against its reference; None if it must agree with no other row.
+    """Return the verdict on a row against its reference; None if no other row has to have the same losses.
 
-    On CPU ranks each run of the row is judged, and the newest broken one decides.
+    Only the newest run that has a reference is judged. On CPU ranks, where repeats are exact, every run is
+    judged, and the newest run with wrong losses decides.
 
     Args:
         row: The row.
@@ -325,9 +328,9 @@ def _judge_against_others(row: Configuration, rows: Sequence[Configuration]) -> 
 
 
 def _find_reference_run(run: Run, rows: Sequence[Configuration]) -> Run | None:
-    """Return the run whose losses a run must reproduce: the newest comparable run of the first row that has one.
+    """Return the run that `run` must agree with: the newest comparable run with losses in the first row that has one.
 
-    It may be the run itself. None means that no row has a comparable run with losses.
+    The result can be `run` itself. None means that no row has such a run.
     """
     for row in rows:
         for reference in reversed(row.runs):
@@ -344,9 +347,10 @@ def _repeats_exactly(run: Run) -> bool:
 def _why_not_against_baseline(
     row: Configuration, parity: Parity, rows: Sequence[Configuration]
 ) -> str:
-    """Return why a compared row is not compared with the existing baseline of its model and device.
+    """Return why the reference of a row is not the existing baseline of its model and device.
 
-    Empty if it is compared with baseline, if there is no baseline or if the row is not compared.
+    The text is empty if the reference is baseline or a foreign log, if there is no baseline, or if the row is not
+    compared.
     """
     if not parity.reference or parity.verdict == NOT_COMPARABLE:
         return ""
@@ -413,10 +417,10 @@ def _compare_losses(reference: Run, other: Run, spread: Curve, num_pairs: int) -
 
 
 def _find_other_expert_choice(reference: Run, other: Run, dtype: str) -> int | None:
-    """Return the first iteration in which an expert of one run got another number of tokens than in the other.
+    """Return the first iteration in which an expert got different numbers of tokens in the two runs.
 
-    None means that the numbers never differ, that a run has no `routing.json`, or that in fp32 more tokens moved than
-    rounding can move (`find_routing_divergence`).
+    None means that the numbers never differ, or that a run has no `routing.json`. None is also returned if, in
+    fp32, more tokens moved than rounding can explain (`find_routing_divergence`).
     """
     record, other_record = reference.measurements.routing, other.measurements.routing
     if not record or not other_record:
@@ -427,9 +431,9 @@ def _find_other_expert_choice(reference: Run, other: Run, dtype: str) -> int | N
 
 
 def _rounding_rate(reference: Run, other: Run, dtype: str) -> float:
-    """Return the relative difference of losses that rounding may add per iteration, for a dtype.
+    """Return the relative loss difference per iteration that rounding explains in a dtype.
 
-    It is larger if the two runs have different backends, or if the configuration of one is unknown.
+    It is larger if the runs have different backends, or if the configuration of one run is unknown.
     """
     rate = ROUNDING_PER_ITERATION.get(dtype, 0.0)
     if reference.spec and other.spec and reference.spec.backend == other.spec.backend:
@@ -438,10 +442,10 @@ def _rounding_rate(reference: Run, other: Run, dtype: str) -> float:
 
 
 def resumption_sentence(run: Run) -> str:
-    """Return a sentence on whether iterations that a resumed run trained twice have equal losses.
+    """Return a sentence on whether the iterations that a resumed run trained twice have equal losses.
 
-    A run trains iterations again that came after the checkpoint from which it resumed. The result is empty if the
-    run did not resume, or trained no iteration twice.
+    A run trains iterations a second time if they came after the checkpoint from which it resumed. The text is
+    empty if the run was not resumed or trained no iteration twice.
     """
     if not run.replaced_iterations:
         return ""
@@ -461,10 +465,10 @@ def resumption_sentence(run: Run) -> str:
 
 
 def _difference_of_repeats(row: Configuration) -> float | None:
-    """Return the largest difference between losses of repeats that must be equal, in units of the last printed digit.
+    """Return the largest loss difference between repeats that must be equal, in units of the last printed digit.
 
-    Only repeats on CPU ranks must be equal. None means that no such repeats differ by more than rounding to the
-    printed digits allows.
+    Only repeats on CPU ranks must be equal. None means that all such differences are within the rounding of the
+    printed digits, or that there are no such repeats.
     """
     worst = 0.0
     for index, run in enumerate(row.runs):
@@ -480,9 +484,10 @@ def _difference_of_repeats(row: Configuration) -> float | None:
 
 
 def _spread_of_repeats(rows: Sequence[Configuration], reference: Run) -> tuple[Curve, int]:
-    """Return the largest difference between repeats of a strategy by iteration, and the pairs compared.
+    """Return the largest loss difference between repeats by iteration, and the number of pairs that were compared.
 
-    Only runs count that are comparable with the reference and are known to be by the same code.
+    Repeats are runs in one row. Only runs count that are comparable with the reference, record their code, and
+    are on devices where repeats may differ.
     """
     spread: Curve = {}
     num_pairs = 0

@@ -34,7 +34,7 @@ _MILLISECONDS = 1e3
 
 @dataclass(frozen=True)
 class PlannedEntry:
-    """Planner's prediction for a row of the report."""
+    """Row of the report with the planner's prediction of its time."""
 
     entry: Entry
     known: Uncertainty
@@ -50,10 +50,10 @@ class PlannedEntry:
 def predict_rows(
     entries: Iterable[Entry], runs_root: Path, own: Path | None
 ) -> tuple[PlannedEntry, ...]:
-    """Return predictions for the rows that the planner can predict.
+    """Return a prediction for each timed row that the planner can predict.
 
-    These are Megatron's runs on GPUs with known rates, and on CPU ranks of this machine if it is calibrated.
-    A row's own measurement does not correct its prediction.
+    The planner can predict runs of Megatron on GPUs with known rates, and on CPU ranks if this machine is
+    calibrated. The prediction of a row is not corrected by the row's own measurement.
 
     Args:
         entries: Rows of a report.
@@ -87,12 +87,12 @@ class OwnMeasurements:
 
 
 def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
-    """Return the measured times of the runs that the kit trained, as one row per configuration.
+    """Return the measured times of the runs that the kit trained, one row per configuration, and the left-out runs.
 
-    A row has the median time of a configuration's usable runs. The names of runs that are left out are returned
-    by reason: a run did not end well, was resumed, was slowed down by other programs, or its times scatter
-    widely. Configurations that the planner cannot predict, and runs on an unknown device or without a record,
-    are in neither list.
+    The time of a configuration is the median over its usable runs. The names of runs that are not used are listed
+    by reason: the run did not end well, was resumed, was slowed down by other programs, or its times scatter
+    widely. Runs that the planner cannot predict, and runs on an unknown device or without a record, are listed
+    nowhere.
     """
     measurement_rows: list[MeasurementRow] = []
     left_out: dict[str, list[str]] = defaultdict(list)
@@ -123,7 +123,7 @@ def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
 
 
 def _build_row(run: Run, device: Device, seconds: float) -> MeasurementRow | None:
-    """Return the row of a run with its configuration and `seconds` per iteration.
+    """Return a run as a row of the measurements file, with its configuration and `seconds` per iteration.
 
     None means that the run has no record, or that the planner refuses its configuration.
     """
@@ -136,9 +136,9 @@ def _build_row(run: Run, device: Device, seconds: float) -> MeasurementRow | Non
 
 
 def _why_no_measurement(run: Run, is_impossible: bool) -> str:
-    """Return why a run's time does not measure its configuration; empty if it does.
+    """Return why a run's time must not be used as a measurement; empty if it can be used.
 
-    `is_impossible` is True if the ratio of this time to another row's cannot be true.
+    `is_impossible` is True if the ratio of this time to another row's time is impossible.
     """
     if run.status.status is not Status.OK:
         return run.status.status.value.replace("_", " ")
@@ -172,7 +172,11 @@ def _is_timed(entry: Entry) -> bool:
 
 
 def _can_planner_predict(entry: Entry) -> bool:
-    """Return True if the planner's formulas cover the row's run, which must be Megatron's and unpatched."""
+    """Return True if the planner's formulas cover the row's run.
+
+    The run must be unpatched Megatron with a known micro batch, without a limited link and without ranks that
+    share a GPU.
+    """
     spec = entry.run.spec
     return (
         spec is not None

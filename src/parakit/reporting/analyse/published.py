@@ -31,9 +31,9 @@ class Match:
 
 
 def find_published_figure(run: Run, published: Published) -> Figure | None:
-    """Return the published figure of a run's model, strategy and ranks.
+    """Return the published figure with a run's model and parallelism; None if there is none.
 
-    Without one, it is the main source's figure of another model with that strategy; None if there is none.
+    If the model has no figure, the main source's figure of another model with this parallelism is returned.
     """
     if run.spec is None:
         return None
@@ -56,7 +56,7 @@ def published_baseline_ratio(figure: Figure, published: Published) -> float | No
 def match_figure(
     run: Run, figure: Figure, iteration_ms: float | None, memory_bytes: int | None
 ) -> tuple[Match, ...]:
-    """Return each quantity of a figure with the measured one and its verdict.
+    """Return each quantity of a published figure with its measured counterpart and a verdict.
 
     Args:
         run: The measured run.
@@ -100,7 +100,10 @@ class _SetupDifference:
 
 
 def _list_setup_differences(run: Run, figure: Figure) -> list[_SetupDifference]:
-    """Return the differences between a run's setup and a figure's; of another model only model and device."""
+    """Return the differences between the setups of a run and of a published figure.
+
+    If the figure is of another model, only the differences of model and device are listed.
+    """
     spec, source = run.spec, figure.source
     entry = run.record.entry if run.record else None
     driver = run.record.host.driver if run.record else None

@@ -44,7 +44,7 @@ class Rates:
 
 
 def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
-    """Return the rates of a run at a time per iteration.
+    """Return the rates of a run, such as tokens per second, at a given time per iteration.
 
     Args:
         run: The run.
@@ -93,10 +93,10 @@ def _printed_median(run: Run, name: str) -> float | None:
 
 
 def why_parameters_differ(run: Run) -> str:
-    """Return that a rank with all layers printed another number of parameters than the arguments give.
+    """Return a sentence if a rank printed another number of parameters than the arguments give; otherwise empty.
 
-    Empty if the numbers agree or cannot be compared: in a pipeline, with experts on several ranks, and with unusual
-    attention.
+    Only a rank that holds all layers is checked. The text is empty for pipelines, for experts on several ranks
+    and for unusual attention, where the numbers cannot be compared.
     """
     spec, printed = run.spec, {count.parameters for count in run.log.parameters}
     if spec is None or spec.backend != Backend.MEGATRON or len(printed) != 1:
@@ -125,7 +125,7 @@ class _PrintedThroughput:
 
 
 def _printed_throughput(run: Run) -> _PrintedThroughput:
-    """Return the medians of the throughput that Megatron printed, without averaged lines."""
+    """Return the medians of the throughput that Megatron printed. Lines that average several steps are left out."""
     lines = run.log.iterations
     rates, times = lines.values("throughput_tflops_per_gpu"), lines.values("elapsed_ms")
     known = (rates > 0) & ~lines.known("averaged")
@@ -145,7 +145,7 @@ def _printed_throughput(run: Run) -> _PrintedThroughput:
 def _add_flops(
     rates: Rates, run: Run, spec: RunSpec, *, seconds: float, printed: _PrintedThroughput
 ) -> Rates:
-    """Return the rates with FLOPs, utilisation and the comparison with Megatron's own count."""
+    """Return the rates with FLOPs, utilisation, and a comparison with the FLOPs that Megatron counts."""
     devices = spec.parallelism.world_size
     flops = model_flops(spec.shape, spec.batch.global_batch_size, spec.shape.seq_length)
     hardware_flops = flops + _recompute_flops(spec)
@@ -187,7 +187,10 @@ def attention_variant(run: Run) -> str:
 
 
 def _compare_with_megatron(run: Run, megatron_flops: float | None, flops: int) -> str:
-    """Return by how much Megatron's count of FLOPs differs, and why; empty without a difference or cause."""
+    """Return by how much Megatron's FLOP count differs from the kit's, and why.
+
+    The text is empty if the counts agree or the cause is unknown.
+    """
     variant = attention_variant(run)
     cause = variant and f"{variant} is counted as attention"
     if megatron_flops is None or abs(flops / megatron_flops - 1) <= DISAGREEMENT:
@@ -221,8 +224,8 @@ def _find_peak(device: str, dtype: str) -> tuple[float | None, str, str]:
 def _recompute_flops(spec: RunSpec) -> float:
     """Return the FLOPs per iteration of recomputed forward passes; 0 without recomputation.
 
-    With full recomputation, the FLOPs of the recomputed layers count. Otherwise, the FLOPs of attention scores,
-    MLPs and experts count, if these modules are recomputed. Other modules are taken to cost nothing.
+    Full recomputation counts the FLOPs of the recomputed layers. Selective recomputation counts attention scores,
+    and MLPs or experts, if these modules are recomputed. Other recomputed modules count as 0.
     """
     forward = token_flops(spec.shape, spec.shape.seq_length)
     if spec.recompute.is_full:

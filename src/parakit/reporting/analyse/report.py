@@ -86,7 +86,7 @@ def build_report(
 
 
 def _differing_arguments(entries: Sequence[Entry]) -> Iterator[ArgumentDifference]:
-    """Yield the arguments that differ between the rows that have arguments, by name."""
+    """Yield the arguments that differ between the rows, by name. A row without arguments has empty values."""
     arguments_by_row = [essential_arguments(entry.run.arguments) for entry in entries]
     known = [arguments for arguments in arguments_by_row if arguments]
     for name in find_differing_arguments(known):
@@ -96,9 +96,9 @@ def _differing_arguments(entries: Sequence[Entry]) -> Iterator[ArgumentDifferenc
 
 
 def _add_speeds(entries: Sequence[Entry]) -> list[Entry]:
-    """Return the rows with their speed comparisons.
+    """Return the rows, with the speed of each compared with that of its reference.
 
-    Verdicts are adjusted for the number of comparisons with one reference.
+    Verdicts are adjusted for the number of comparisons with the same reference.
     """
     result, candidates = list(entries), list(entries)
     judged_by_reference: dict[str, dict[int, TimeComparison]] = {}
@@ -124,9 +124,9 @@ def _add_speeds(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _withhold_impossible(reference: Entry, entries: list[Entry], indexes: Sequence[int]) -> bool:
-    """Remove the comparisons of a group if one of them is impossible, and return True then.
+    """Remove all speed comparisons of a group if one of them is impossible; return True if they were removed.
 
-    An impossible ratio shows that the reference was slowed down, so nothing can be compared with it.
+    An impossible ratio shows that the reference was slowed down, so no row can be compared with it.
 
     Args:
         reference: Reference of the group.
@@ -158,11 +158,11 @@ def _withhold_impossible(reference: Entry, entries: list[Entry], indexes: Sequen
 def _find_reference(
     entry: Entry, candidates: Sequence[Entry], entries: Sequence[Entry]
 ) -> Entry | None:
-    """Return the row with which an entry's speed is compared; None if its model is unknown.
+    """Return the row with which an entry's speed is compared; None if the entry's model is unknown.
 
-    For the kit's runs it is baseline of the same model and device, unchanged Megatron before a changed one.
-    For logs it is the first log of the same model and device. A log without another of its model and device
-    gets the first log of its size; the differences then decide whether there is a verdict.
+    For runs of the kit it is baseline of the same model and device, if possible with unpatched Megatron. If one
+    of the entries is a foreign log, it is the first log of the same model and device, or else the first log of
+    the same size.
 
     Args:
         entry: The entry, which may be its own reference.
@@ -180,7 +180,11 @@ def _find_reference(
 
 
 def _find_log_reference(entry: Entry, timed: Sequence[Entry], entries: Sequence[Entry]) -> Entry:
-    """Return the first comparable log among `timed`, else the first one of the same size."""
+    """Return the first entry of `timed` that is comparable with a log.
+
+    If no other log is comparable, the first entry of the same model size is returned, which may be the log
+    itself.
+    """
     run = entry.run
     same_size = [other for other in timed if _are_of_one_size(other.run, run)]
     other_runs = [other.run for other in entries if other.estimate and other is not entry]

@@ -16,12 +16,12 @@ Floats = NDArray[np.float64]
 
 
 def median_interval(values: Floats) -> tuple[float, float]:
-    """Return the 95% interval of a run's median, in the unit of `values`.
+    """Return the 95% confidence interval of a run's median, in the unit of `values`.
 
-    It is the limit of the circular block bootstrap for many draws, computed without draws. A resample's
-    median is at most m if half of its values are at most m. Their number is a sum over blocks that are
-    drawn independently, so it is normally distributed. The number per block is a difference of cumulative
-    sums. Fewer than 20 samples give the interval of `order_statistics_interval`.
+    The interval is the limit of a circular block bootstrap with many draws, computed without drawing. A
+    resample's median is at most m if half of its values are at most m. The number of such values is a sum over
+    independently drawn blocks, so it is normally distributed. Fewer than 20 samples give the interval of
+    `order_statistics_interval`.
     """
     count = len(values)
     if count < MIN_FOR_BOOTSTRAP:
@@ -31,7 +31,10 @@ def median_interval(values: Floats) -> tuple[float, float]:
     length, distinct = block_length(values), np.unique(values)
 
     def certainty(middle: float) -> float:
-        """Return by how many standard errors more than half of a resample is at most `middle`."""
+        """Return how many standard errors separate the values up to `middle` from half of a resample.
+
+        It is positive if more than half of the values are at most `middle`.
+        """
         below = values <= middle
         sums = np.concatenate([[0], np.cumsum(np.concatenate([below, below[: length - 1]]))])
         error = math.sqrt(count / length * float(np.var(sums[length:] - sums[:-length])))

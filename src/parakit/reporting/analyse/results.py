@@ -21,7 +21,7 @@ from parakit.reporting.analyse.statistics import Estimate
 
 
 def write_row_notes(entry: Entry) -> str:
-    """Return the notes that a reader of a row needs, separated by semicolons, the most important first."""
+    """Return the notes on a row as one text, the most important first, separated by semicolons."""
     run, row, spec = entry.run, entry.configuration, entry.spec
     notes = [
         f"changed by PATCH_FILE={describe_patch_file(spec)}" if spec and spec.patch_file else "",
@@ -52,9 +52,10 @@ def write_row_notes(entry: Entry) -> str:
 
 
 def _parameters_total(entry: Entry) -> int | None:
-    """Return the number of distinct parameters by the closed form.
+    """Return the number of distinct parameters of a row's model, computed by formula.
 
-    None if the model is unknown, if its attention has no formula or if a rank printed another number.
+    None means that the model is unknown, that its attention has no formula, or that a rank printed another
+    number.
     """
     spec = entry.spec
     if spec is None or not spec.shape.vocabulary or attention_variant(entry.run):
@@ -65,7 +66,7 @@ def _parameters_total(entry: Entry) -> int | None:
 
 
 def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:
-    """Yield the notes on the verdict on losses; a note may be empty."""
+    """Yield the notes on the loss verdict of a row. A note may be empty."""
     yield parity.repeats_differ
     if parity.judged not in ("", run.name) and parity.verdict != REFERENCE:
         yield f"parity is that of {parity.judged}"

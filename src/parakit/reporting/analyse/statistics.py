@@ -119,7 +119,7 @@ class Estimate:
 
 
 class TimeVerdict(StrEnum):
-    """Verdict on a time that is compared with a reference."""
+    """Verdict on whether a time is faster or slower than its reference."""
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -140,7 +140,7 @@ class TimeVerdict(StrEnum):
 
 @dataclass(frozen=True)
 class TimeComparison:
-    """Time of a row over the time of its reference, with the verdict."""
+    """Time of a row divided by the time of its reference, with the verdict."""
 
     ratio: float
     low: float | None
@@ -202,10 +202,10 @@ def _percentage(fraction: float) -> str:
 
 
 def estimate_time(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -> Estimate | None:
-    """Return median and interval of the samples of one run or of several repeats; None without samples.
+    """Return the median time over one run or several repeats, with its interval; None without samples.
 
-    Runs with fewer than 6 samples are left out of the median. If all runs are that short, their samples are
-    pooled as if one run had them.
+    Runs with fewer than 6 samples are left out. If all runs are that short, their samples are pooled like those
+    of one run.
 
     Args:
         runs: Samples of each run.
@@ -239,7 +239,7 @@ def estimate_from_medians(
     counts: tuple[int, int, float],
     method: IntervalMethod,
 ) -> Estimate:
-    """Return the time of runs whose medians and intervals are known.
+    """Return the mean of the medians of several runs, with its interval.
 
     Args:
         medians: Median of each run.
@@ -278,10 +278,11 @@ def estimate_from_medians(
 
 
 def compare_times(reference: Estimate, other: Estimate, weight: float = 1.0) -> TimeComparison:
-    """Return the ratio of two times with its interval and verdict.
+    """Return the ratio of two times, with its interval and a verdict.
 
-    The verdict is `faster` or `slower` if the ratio's 95% interval excludes 1, and `too few samples` if a
-    time has no interval. A single run is assumed to scatter by at least as much as the other side's runs do.
+    The verdict is `faster` or `slower` if the 95% interval excludes 1, and otherwise `within noise`. It is `too
+    few samples` if one of the times has no interval. A single run is assumed to scatter at least as much as the
+    runs on the other side.
 
     Args:
         reference: Time of the reference.
@@ -310,10 +311,10 @@ def compare_times(reference: Estimate, other: Estimate, weight: float = 1.0) -> 
 
 
 def adjust_verdicts(comparisons: Sequence[TimeComparison]) -> list[TimeComparison]:
-    """Return comparisons with one reference whose verdicts are right together (Holm 1979).
+    """Return comparisons with one reference, corrected for their number by Holm's rule (1979).
 
-    Among many pairs of equal times one looks different by chance. A verdict that Holm's rule takes back
-    becomes `within noise`, and `among` has the number of comparisons.
+    Among many pairs of equal times, one can look different by chance. A verdict that the rule does not confirm
+    becomes `within noise`, and its `among` states the number of comparisons. A single comparison stays as it is.
     """
     tested = [
         index for index, comparison in enumerate(comparisons) if comparison.chance is not None
@@ -335,7 +336,7 @@ def adjust_verdicts(comparisons: Sequence[TimeComparison]) -> list[TimeCompariso
 
 
 def smallest_visible_difference(runs: int, scatter: float, assumed_freedom: float) -> float:
-    """Return the relative difference that so many runs per side just show.
+    """Return the smallest relative time difference that `runs` runs on each side can show.
 
     Args:
         runs: Number of runs per side.
@@ -348,9 +349,10 @@ def smallest_visible_difference(runs: int, scatter: float, assumed_freedom: floa
 
 
 def student_quantile(freedom: float) -> float:
-    """Return the two-sided 95% quantile of Student's t for some degrees of freedom.
+    """Return the two-sided 95% quantile of Student's t distribution.
 
-    Between whole numbers it is interpolated linearly in 1/freedom.
+    `freedom` is the number of degrees of freedom. Between whole numbers the quantile is interpolated linearly in
+    1/freedom.
     """
     if freedom <= len(_STUDENT):
         reciprocals = 1 / np.arange(len(_STUDENT), 0, -1)
@@ -369,7 +371,7 @@ class _IntervalDistances:
 
 
 def _p_value(ratio: float, distances: _IntervalDistances) -> float:
-    """Return the two-sided p-value of a ratio for equal times."""
+    """Return the two-sided p-value: how likely a ratio at least this far from 1 is if both times are equal."""
     freedom = distances.degrees_of_freedom
     half_width = distances.below if ratio > 1 else distances.above
     standard_errors = 0.0
@@ -383,7 +385,11 @@ def _p_value(ratio: float, distances: _IntervalDistances) -> float:
 
 
 def _interval_distances(reference: Estimate, other: Estimate) -> _IntervalDistances:
-    """Return the distances from the ratio to its interval's ends, by Welch's t if both scatters are known."""
+    """Return the distances, in logarithms, from the ratio of two times to the ends of its interval.
+
+    Welch's t gives them if the scatter between runs is known on both sides. Otherwise the distances of the two
+    times are combined.
+    """
     if not reference.degrees_of_freedom or not other.degrees_of_freedom:
         reference_below, reference_above = _log_distances(reference, other)
         below, above = _log_distances(other, reference)
@@ -405,7 +411,7 @@ def _interval_distances(reference: Estimate, other: Estimate) -> _IntervalDistan
 
 
 def _log_distances(estimate: Estimate, compared: Estimate) -> tuple[float, float]:
-    """Return the distances from a time to the ends of its interval, in logarithms.
+    """Return the distances from a time to the ends of its interval, in logarithms: below, then above.
 
     The interval of a single run is widened if the runs of `compared` scatter by more than the assumed scatter.
     """
@@ -423,10 +429,10 @@ def _log_distances(estimate: Estimate, compared: Estimate) -> tuple[float, float
 
 
 def _distance_decided_by_repeats(reference: Estimate, other: Estimate) -> float:
-    """Return the logarithm of the largest ratio that several runs show to be noise against a single run.
+    """Return the largest log ratio that is certainly noise when several runs are compared with a single run.
 
-    It is 0 if the single run's own iterations scatter too much to show anything. It is infinite if both sides have
-    one run, or both have several.
+    The result is 0 if the iterations of the single run scatter too much to show anything. It is infinite if both
+    sides have one run, or both have several.
     """
     single, several = sorted((reference, other), key=lambda estimate: not estimate.is_single_run)
     if not single.is_single_run or several.is_single_run:

@@ -26,9 +26,9 @@ class TimeShares:
 
     @property
     def published_fractions(self) -> tuple[float, float, float]:
-        """Forward, backward with gradient sync, and optimizer, as fractions of their sum.
+        """Fractions of forward, of backward with gradient sync, and of the optimizer. The three add up to 1.
 
-        The DeepSpeed report publishes these three.
+        The DeepSpeed report publishes these three fractions.
         """
         forward = self.phases.get(Phase.FORWARD, 0.0)
         backward = self.phases.get(Phase.BACKWARD, 0.0) + self.phases.get(Phase.GRADIENT_SYNC, 0.0)
@@ -51,9 +51,9 @@ def compute_time_shares(record: TimeRecord) -> tuple[TimeShares, ...]:
 
 
 def add_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | None) -> TimeRecord:
-    """Return times in which all waits for neighbouring stages belong to the pipeline phase.
+    """Return the times with all waits for neighbouring stages counted in the pipeline phase.
 
-    The interleaved schedule waits for messages outside Megatron's timers, so that these waits count as
+    The interleaved schedule waits for messages outside of Megatron's timers, so the record counts these waits in
     phase `other`. The communication log has the waits per call.
     """
     ranks = []
@@ -71,7 +71,7 @@ def add_pipeline_waits(times: TimeRecord, communication: CommunicationRecord | N
 
 
 def _message_wait_seconds(communication: CommunicationRecord | None) -> dict[int, float]:
-    """Return per rank the seconds of waiting for messages between stages; empty without a log."""
+    """Return, by rank, the seconds of waiting for messages between pipeline stages; empty without a log."""
     waits = {}
     for rank in communication.ranks if communication else ():
         waits[rank.rank] = sum(

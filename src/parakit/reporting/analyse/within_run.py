@@ -107,7 +107,7 @@ def _find_ramp_end(batches: Floats) -> int:
 def _describe_ramp(
     times: Floats, numbers: Numbers, batches: Floats, ramp_end: int
 ) -> ChangeWithinRun:
-    """Return the end of a batch ramp with the median times before and after it."""
+    """Return the change at the end of a batch-size ramp, with the median times before and after the end."""
     before = number(float(np.median(times[max(0, ramp_end - 8) : ramp_end])))
     after = number(float(np.median(times[ramp_end:][:8])))
     text = (
@@ -120,7 +120,10 @@ def _describe_ramp(
 def _find_steps_and_alternation(
     run: Run, times: Floats, numbers: Numbers, is_slow: NDArray[np.bool_]
 ) -> Iterator[ChangeWithinRun]:
-    """Yield the steps of the level and the stretches that alternate; slow iterations are left out."""
+    """Yield each lasting change of the iteration time, and each stretch in which times alternate between two levels.
+
+    Slow iterations are left out.
+    """
     usual = np.flatnonzero(~is_slow)
     usual_times, usual_numbers = times[usual], numbers[usual]
     level_bounds = _find_step_indexes(usual_times)
@@ -149,7 +152,7 @@ def _find_steps_and_alternation(
 
 
 def _describe_step(run: Run, first: int, before_ms: float, after_ms: float) -> ChangeWithinRun:
-    """Return a step at an iteration, with the cause that the log shows."""
+    """Return a lasting change of the iteration time at iteration `first`, with the cause that the log shows."""
     share = 1 - before_ms / after_ms
     direction = "less"
     if share > 0:
@@ -163,9 +166,9 @@ def _describe_step(run: Run, first: int, before_ms: float, after_ms: float) -> C
 
 
 def _describe_cause(run: Run, first: int) -> str:
-    """Return in brackets what the log shows near an iteration; empty if it shows nothing.
+    """Return, in brackets, the probable cause that the log shows near iteration `first`; empty without a cause.
 
-    An argument is the last cause to be considered. It counts only if its feature is on and it states this
+    Arguments are considered last. An argument counts only if its feature is switched on and if it states this
     iteration as a beginning or an end. Megatron prints every argument, so a default value shows nothing.
     """
     if first in run.restarts:
@@ -201,7 +204,7 @@ def _flag_values(run: Run) -> dict[str, str]:
 
 
 def _find_step_indexes(values: Floats, depth: int = 0) -> list[int]:
-    """Return the indexes at which the level of values changes, by binary segmentation.
+    """Return the indexes at which the level of values changes, found by binary segmentation.
 
     Args:
         values: The values.
@@ -230,7 +233,7 @@ def _find_step_indexes(values: Floats, depth: int = 0) -> list[int]:
 
 
 def _differ_clearly(values: Floats, other_values: Floats, count: int | None = None) -> bool:
-    """Return True if two medians differ by more than single iterations scatter.
+    """Return True if the medians of two stretches differ by more than single iterations scatter.
 
     Args:
         values: Times of one stretch.
@@ -274,7 +277,7 @@ def _find_slow_iterations(times: Floats) -> NDArray[np.bool_]:
 def _find_periodic_slowness(
     run: Run, times: Floats, numbers: Numbers, is_slow: NDArray[np.bool_]
 ) -> Iterator[ChangeWithinRun]:
-    """Yield the slow iterations as one change if they have a period; else nothing."""
+    """Yield one change for all slow iterations if they repeat with a period; otherwise yield nothing."""
     indexes = np.flatnonzero(is_slow)
     if len(indexes) < 3:
         return
@@ -298,11 +301,11 @@ def _find_periodic_slowness(
 
 
 def _describe_cause_of_period(run: Run, slow: Sequence[int], period: int) -> str:
-    """Return why iterations are slow in every `period`-th iteration, as the end of a sentence.
+    """Return why every `period`-th iteration is slow, as the end of a sentence.
 
-    The cause is a checkpoint or an evaluation, if more than half of the slow iterations are at one or directly after
-    one. Otherwise it is the first of Megatron's arguments in `_PERIODS` that is switched on and whose value is
-    `period`. If neither exists, the text reports that the log does not show the cause.
+    The cause is a checkpoint or an evaluation if more than half of the slow iterations are at or directly after
+    one. Otherwise the cause is the first of Megatron's arguments in `_PERIODS` that is switched on and has the
+    value `period`. Without either, the text says that the log does not show the cause.
     """
     saved = {event.iteration for event in run.log.checkpoints}
     evaluated = {event.iteration for event in run.log.validation}

@@ -40,9 +40,9 @@ class RateCurve:
     """Seconds per iteration that the link would be busy at 1 bit/s; None without a communication log."""
 
     def predict_ms(self, bits_per_second: float) -> float | None:
-        """Return the milliseconds per iteration at a bandwidth, None without a communication log.
+        """Return the predicted milliseconds per iteration at a bandwidth; None without a communication log.
 
-        The prediction starts from the point that was measured at the highest bandwidth.
+        The prediction starts from the time that was measured at the highest bandwidth.
         """
         if self.sent_seconds is None:
             return None
@@ -54,10 +54,10 @@ class RateCurve:
 
 
 def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
-    """Return a curve per strategy that ran on a link with a bandwidth limit; empty if none did.
+    """Return a curve for each strategy that ran on a link with a bandwidth limit; empty if there is no such run.
 
-    All curves belong to one model, that of the first entry with a limit. Strategies without a measured
-    iteration time are left out.
+    All curves are of one model: the model of the first entry with a bandwidth limit. Strategies without a
+    measured iteration time are left out.
     """
     shaped_entries = [entry for entry in entries if _link_rate(entry.run)]
     entry_by_identity: dict[tuple[object, ...], Entry] = {}
@@ -92,9 +92,10 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
 
 
 def busy_seconds_at_one_bit(run: Run) -> float | None:
-    """Return the seconds per iteration that the busiest rank's calls need on a link of 1 bit/s.
+    """Return the seconds per iteration that the busiest rank's calls would take on a link of 1 bit/s.
 
-    They are counted from the run's own communication log; without one the result is None.
+    The bytes are those of the run's communication log. None means that the run has no such log or no known
+    configuration, or that its ranks cannot be divided into two halves.
     """
     record, spec = run.measurements.communication, run.spec
     if record is None or spec is None or spec.parallelism.world_size % NUM_NODES:
@@ -123,10 +124,10 @@ def _curve_identity(entry: Entry) -> tuple[object, ...]:
 
 
 def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
-    """Draw milliseconds per iteration over bandwidth, one colour per curve.
+    """Draw milliseconds per iteration over bandwidth, with one colour per curve.
 
-    Dots are measured, dashed lines and rings come from the formula, and a bar at the right edge is the time
-    measured without a limit of the link.
+    Dots are measured times. Dashed lines and rings are predicted by the formula. A bar at the right edge is the
+    time that was measured without a bandwidth limit.
     """
     figure.set_size_inches(WIDTH_INCHES, 4.2)
     axes = figure.add_subplot()
@@ -163,7 +164,7 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
 
 
 def _predicted_points(curve: RateCurve, rates: Sequence[float]) -> list[tuple[float, float]]:
-    """Return Gbit/s and predicted milliseconds per bandwidth; those without a prediction are left out."""
+    """Return pairs of Gbit/s and predicted milliseconds. Bandwidths without a prediction are left out."""
     points = []
     for rate in rates:
         milliseconds = curve.predict_ms(rate)

@@ -42,7 +42,7 @@ class Kernels:
 
 @dataclass(frozen=True)
 class ComponentResidual:
-    """Measured and predicted value of one component of one rank: bytes, elements or a fraction."""
+    """Measured value and predicted value of one component of a rank, in bytes, in elements or as a fraction."""
 
     rank: int
     component: str
@@ -82,7 +82,7 @@ class PeakCandidate:
 
 
 def require_closed_form_spec(run: Run) -> RunSpec:
-    """Return the run's configuration if the planner's closed forms describe it.
+    """Return the run's configuration if the planner's formulas (closed forms) describe it.
 
     Raises:
         NoClosedFormError: The backend is not Megatron, the shape, split, batch or vocabulary is
@@ -126,7 +126,8 @@ def compare_memory(
 ) -> Iterator[ComponentResidual]:
     """Yield measured and predicted bytes of one rank: six memory components, then the peak of all live tensors.
 
-    On a GPU rank two more follow, which contain the peak: the allocator's bytes, and the device's own reading.
+    A GPU rank yields two more values, which include this peak: the peak of the allocator's bytes, and the used
+    bytes that the device reports.
     """
     stage = configuration.parallelism.pipeline_rank(rank.rank)
     prediction = estimate_rank_memory(configuration, stage)
@@ -176,7 +177,7 @@ def _note_adam_steps(extra_bytes: int) -> str:
 
 
 def _note_buffers(measured: int, predicted: int) -> str:
-    """Return why measured and predicted communication buffers differ; empty if both or neither exist."""
+    """Return why communication buffers exist only in the measurement or only in the prediction; otherwise empty."""
     if predicted and not measured:
         return "a received message counts as the activation that it becomes"
     if measured and not predicted:
@@ -188,9 +189,10 @@ def _note_buffers(measured: int, predicted: int) -> str:
 def _list_peak_candidates(
     configuration: RunSpec, stage: int, kernels: Kernels
 ) -> Iterator[PeakCandidate]:
-    """Yield the moments at which memory may peak on a stage.
+    """Yield the moments of an iteration at which the memory of a pipeline stage may peak.
 
-    The planner has the first one. Megatron's unfused kernels and torch's Adam add up to three others.
+    The first moment is the one that the planner predicts. Up to three more moments follow if Megatron's fused
+    kernels for gradients, or a fused Adam, are missing.
     """
     prediction, split = estimate_rank_memory(configuration, stage), configuration.parallelism
     is_last_stage = stage == split.pipeline - 1

@@ -42,7 +42,10 @@ Costs = dict[str, float]
 
 @dataclass(frozen=True)
 class _TimePair:
-    """Time records of a strategy and its baseline, and the ratio of the fair time to baseline's."""
+    """Time records of a strategy and of its baseline.
+
+    `ratio` times the baseline's time is the fair time: baseline's work divided over the strategy's ranks.
+    """
 
     baseline: TimeRecord
     strategy: TimeRecord
@@ -66,11 +69,11 @@ def cost_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[st
 
 
 def answer_costs(subjects: Sequence[Subject]) -> str:
-    """Return at most two sentences on the largest cost of each strategy beyond baseline's fair time.
+    """Return at most two sentences on the largest cost of each strategy beyond its fair time.
 
-    The first sentence lists the strategies by the part of the iteration that costs most, such as gradient
-    sync. The second one counts the strategies without a cost above noise. If there is no cost at all, a
-    single sentence says why.
+    The first sentence groups the strategies by the part of the iteration that costs most, such as gradient sync.
+    The second sentence counts the strategies without a cost above noise. If no strategy has a cost, a single
+    sentence says why.
     """
     costs_by_part: dict[str, list[str]] = {}
     largest = largest_costs(subjects)
@@ -111,9 +114,9 @@ def costs_above_fair_time(reference: TimeRecord, other: TimeRecord, share: float
 
 
 def fair_time_ratio(reference: Subject, other: Subject) -> float | None:
-    """Return the fair time of `other` over the reference's iteration time.
+    """Return the fair time of `other` divided by the reference's iteration time.
 
-    It is the ratio of tokens per rank. None if the configuration of a run is unknown.
+    It is the ratio of their tokens per rank. None means that the configuration of one of the runs is unknown.
     """
     reference_spec, spec = reference.run.spec, other.run.spec
     if reference_spec is None or spec is None:
@@ -132,7 +135,7 @@ def _pair_times(subject: Subject, baseline: Subject) -> _TimePair | None:
 
 
 def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
-    """Return what a strategy pays beyond baseline's fair time, or why that is unknown."""
+    """Return a sentence on the time that a strategy takes beyond its fair time, or on why it is unknown."""
     if baseline is None:
         return f"{subject.label}: there is no baseline run of this model to compare it with."
     pair = _pair_times(subject, baseline)
@@ -159,7 +162,9 @@ def _cost_sentence(subject: Subject, baseline: Subject | None) -> str:
 
 
 def _name_large_costs(costs: Costs, difference: float, noise: float) -> str:
-    """Return the costs that are large and above noise, and the sum of all other parts.
+    """Return a text with the large costs, and with the sum of all other parts if it is not negligible.
+
+    A cost is large if it is above noise and above a fixed fraction of the difference.
 
     Args:
         costs: Seconds of each part beyond its fair time.
@@ -183,9 +188,10 @@ def _name_large_costs(costs: Costs, difference: float, noise: float) -> str:
 
 
 def largest_costs(subjects: Sequence[Subject]) -> dict[str, tuple[str, str]]:
-    """Return per run name the largest cost beyond baseline's fair time, and the part that causes it.
+    """Return the largest cost of each run beyond its fair time, by run name.
 
-    Runs are left out if they are not slower than the fair time, or if the cost is not above noise.
+    A cost is its time as text, and the part of the iteration that causes it. Left out are baselines, runs that
+    are not slower than their fair time, and runs whose largest cost is within noise.
     """
     costs_by_run = {}
     for subject in subjects:
@@ -208,7 +214,7 @@ def largest_costs(subjects: Sequence[Subject]) -> dict[str, tuple[str, str]]:
 def _compare_with_fair_time(
     subject: Subject, baseline: Subject, ratio: float
 ) -> TimeComparison | None:
-    """Compare a row's time with baseline's fair time; None if one of the two rows has no time."""
+    """Compare a row's time with its fair time; return None if the row or its baseline has no time."""
     reference, estimate = baseline.entry.estimate, subject.entry.estimate
     if reference is None or estimate is None:
         return None
@@ -222,9 +228,9 @@ def _noise_fraction(comparison: TimeComparison) -> float:
 
 
 def _explain_slow_arithmetic(subject: Subject, pair: _TimePair, costs: Costs) -> str:
-    """Return a sentence on why forward and backward take more or less than their fair time.
+    """Return a sentence on why the arithmetic of forward and backward takes more or less than its fair time.
 
-    The time of communication inside of them does not count. The result is empty if another part costs more.
+    Communication inside of forward and backward is not included. The text is empty if another part costs more.
     """
     extra = costs[_FORWARD] + costs[_BACKWARD]
     if extra < -_DOUBTFUL_FRACTION * pair.fair_seconds:
@@ -258,7 +264,7 @@ def _explain_slow_arithmetic(subject: Subject, pair: _TimePair, costs: Costs) ->
 
 
 def _split_iteration(times: TimeRecord) -> dict[str, float]:
-    """Return the seconds of an iteration by part, means over the ranks that had a steady iteration."""
+    """Return the seconds per iteration by part, averaged over the ranks with a steady iteration."""
     ranks = [rank for rank in times.ranks if rank.iteration_seconds]
 
     def spend(seconds_by_rank: Sequence[Mapping[Phase, float]], *phases: Phase) -> float:
@@ -288,9 +294,9 @@ def _split_iteration(times: TimeRecord) -> dict[str, float]:
 
 
 def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
-    """Yield sentences on a pipeline's bubble: its ideal, the measured waits and their causes.
+    """Yield sentences on a pipeline's bubble: the ideal value, the measured waits and their causes.
 
-    Nothing is yielded for a run without pipeline stages.
+    A run without a pipeline yields nothing.
     """
     spec, evidence = subject.evidence.configuration, subject.evidence
     if subject.split.pipeline == 1:
@@ -317,7 +323,7 @@ def bubble_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
 
 
 def _explain_unequal_stages(spec: RunSpec, evidence: PredictionEvidence, stages: StageTimes) -> str:
-    """Return how long 1F1B idles because stages take unequal times, and how much idle time remains unexplained."""
+    """Return a sentence on the idle time of 1F1B that unequal stages cause, and on the idle time that remains."""
     work = joined([milliseconds(seconds) for seconds in stages.seconds])
     idle = [stages.idle_over_work(stage) for stage in range(len(stages.seconds))]
     idle_text = joined([f"{fraction:.1%} on stage {stage}" for stage, fraction in enumerate(idle)])
@@ -333,7 +339,7 @@ def _explain_unequal_stages(spec: RunSpec, evidence: PredictionEvidence, stages:
 
 
 def _predict_more_microbatches(spec: RunSpec, stages: StageTimes) -> str:
-    """Return the time per micro batch with more micro batches, and its lower limit."""
+    """Return a sentence that predicts the time per micro batch for more micro batches, with its lower limit."""
     count = spec.microbatches
     seconds_now = stages.iteration_seconds(count) / count
     formula = "(p−1)/(m·v)" if spec.parallelism.virtual_stages > 1 else "(p−1)/m"
@@ -353,9 +359,10 @@ def _predict_more_microbatches(spec: RunSpec, stages: StageTimes) -> str:
 
 
 def answer_bubble(subjects: Sequence[Subject]) -> str:
-    """Return in two sentences the longest wait of a pipeline and the gain of more micro batches.
+    """Return two sentences: the longest wait in a pipeline, and the gain from more micro batches.
 
-    Empty if no run with a pipeline left a usable time record.
+    The text is empty if no pipeline run has a usable time record. The second sentence is left out if a stage has
+    no times.
     """
     measured = [subject for subject in subjects if subject.evidence.bubble]
     if not measured:

@@ -55,7 +55,7 @@ from parakit.reporting.explain.traffic import (
 
 @dataclass(frozen=True)
 class _Question:
-    """Question with the functions that answer it."""
+    """Question about a report, with a function for the sentences on each row and one for the short answer."""
 
     text: str
     explain_row: Callable[[Subject, Sequence[Subject]], Iterable[str]]
@@ -110,7 +110,7 @@ class Topic:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Answers, and the tables on which they rest; empty if no run left a measurement."""
+    """Answers to the questions about a report, and the tables with the figures. Both may be empty."""
 
     topics: tuple[Topic, ...] = ()
     tables: tuple[TextTable, ...] = ()
@@ -148,9 +148,9 @@ def _has_measurements(subject: Subject) -> bool:
 
 
 def explain_runs(paths: Sequence[Path], root: Path, console: Console) -> int:
-    """Print the explanation of the named runs, or of all runs below `root`; return 1 if there is none.
+    """Print the explanation of the named runs, or of all runs in `root`; return 0, or 1 if there is no run.
 
-    A name without a folder of its own is searched in `root`.
+    A name that is not a folder is searched in `root`.
     """
     folders = find_run_folders(root)
     paths = [
@@ -348,7 +348,7 @@ _TABLES = (
 
 
 def build_tables(subjects: Sequence[Subject]) -> Iterator[TextTable]:
-    """Yield every table that has a line; ranks of a row with equal cells share one line."""
+    """Yield each table that has at least one line. Ranks of a row with equal cells share a line."""
     for table in _TABLES:
         lines: list[tuple[str, ...]] = []
         for subject in subjects:

@@ -36,9 +36,9 @@ def pipeline_memory_sentences(subject: Subject, _: Sequence[Subject]) -> Iterato
 
 
 def answer_pipeline_memory(subjects: Sequence[Subject]) -> str:
-    """Return the two peaks of the pipeline whose stages differ most, and the main cause.
+    """Return the peak memory of first and last rank for the pipeline where they differ most, and the main cause.
 
-    Empty if no run left the memory of two stages.
+    The text is empty if no run recorded the memory of two stages.
     """
     pairs = []
     for subject in subjects:
@@ -60,9 +60,9 @@ def answer_pipeline_memory(subjects: Sequence[Subject]) -> str:
 
 
 def _stage_ranks(subject: Subject) -> tuple[RankMemory, RankMemory] | None:
-    """Return the memory of the first and the last rank, the one with the higher peak first.
+    """Return the memory of the first and of the last rank, the rank with the higher peak first.
 
-    None without a pipeline, if a record is missing or if both ranks are of the first stage.
+    None means that the run has no pipeline, that a record is missing, or that both ranks are on the first stage.
     """
     ranks, spec = _sorted_ranks(subject), subject.evidence.configuration
     if subject.split.pipeline == 1 or spec is None or len(ranks) < 2:
@@ -74,7 +74,10 @@ def _stage_ranks(subject: Subject) -> tuple[RankMemory, RankMemory] | None:
 
 
 def _category_differences(heavier: RankMemory, lighter: RankMemory) -> dict[str, int]:
-    """Return how many more bytes `heavier` holds per category at its peak, without small differences."""
+    """Return, by memory category, how many more bytes `heavier` holds at its peak than `lighter`.
+
+    A negative number means that `lighter` holds more. Small differences are left out.
+    """
     least = _MIN_FRACTION_NAMED * max(heavier.peak_bytes - lighter.peak_bytes, 1)
     differences = {}
     for category in MemoryCategory:
@@ -85,7 +88,7 @@ def _category_differences(heavier: RankMemory, lighter: RankMemory) -> dict[str,
 
 
 def _compare_stages(subject: Subject) -> Iterator[str]:
-    """Yield the peaks of first and last rank, the embedding's part and the micro batches in flight."""
+    """Yield sentences on the peaks of first and last rank, the embedding, and the micro batches in flight."""
     ranks, spec = _sorted_ranks(subject), subject.evidence.configuration
     if spec is None or len(ranks) < 2:
         yield "there is no memory.json of two ranks, so its stages are not compared."
@@ -122,7 +125,7 @@ def _describe_peak(rank: RankMemory) -> str:
 
 
 def _explain_embedding(spec: RunSpec, last_stage: int) -> str:
-    """Return the parameters of first and last stage, and which of them are the embedding's."""
+    """Return a sentence on the parameters of first and last stage, and on the embedding's part of them."""
     first, last = rank_parameters(spec, 0), rank_parameters(spec, last_stage)
     totals = f"{count(first.total)} and {count(last.total)} parameters per rank"
     if not (first.word_embedding and last.output_layer):
@@ -138,8 +141,9 @@ def _explain_embedding(spec: RunSpec, last_stage: int) -> str:
 
 
 def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
-    """Return a phrase with a rank's micro batches in flight and the predicted and measured bytes of their
-    activations.
+    """Return a phrase on a rank's micro batches in flight and the bytes of their activations.
+
+    The bytes are those of the formula, and the measured ones if the record has a peak of forward.
     """
     stage = spec.parallelism.pipeline_rank(rank.rank)
     micro_batches = layers_in_flight(spec, stage) / spec.num_layers_on_stage(stage)
@@ -158,7 +162,10 @@ def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
 
 
 def sequence_parallel_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
-    """Yield how much less SP stores for backward than TP alone; nothing without SP."""
+    """Yield a sentence on how many bytes fewer a run with SP stores for backward than the same run without SP.
+
+    Nothing is yielded for runs without SP and for runs with expert parallelism.
+    """
     # Megatron trains no experts under TP without SP, so there is nothing to compare them with.
     if subject.split.sequence_parallel and subject.split.expert == 1:
         without = replace(subject.split, sequence_parallel=False)
@@ -168,7 +175,7 @@ def sequence_parallel_sentences(subject: Subject, subjects: Sequence[Subject]) -
 
 
 def answer_sequence_parallel(subjects: Sequence[Subject]) -> str:
-    """Return the largest saving of sequence parallelism in one sentence; empty if nothing was measured."""
+    """Return a sentence on the largest saving by sequence parallelism; empty if no pair of runs was measured."""
     texts: dict[float, str] = {}
     for subject in subjects:
         if not subject.split.sequence_parallel or subject.split.expert != 1:
@@ -204,7 +211,10 @@ def _final_norm_bytes(rank: RankMemory) -> int:
 
 
 def _describe_saving(subject: Subject, plain: Subject) -> str:
-    """Return what SP stores for backward on rank 0 against TP alone, measured and in closed form."""
+    """Return sentences on the bytes that rank 0 stores for backward with SP and without it (`plain`).
+
+    The saving is also given by formula. If a record is missing, the text says so.
+    """
     plain_ranks, ranks = _sorted_ranks(plain), _sorted_ranks(subject)
     spec, plain_spec = subject.evidence.configuration, plain.evidence.configuration
     if not plain_ranks or not ranks or spec is None or plain_spec is None:
@@ -231,8 +241,9 @@ def _predicted_stored_bytes(spec: RunSpec) -> int:
 
 
 def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
-    """Yield sentences with the bytes that sharding saves against plain data parallelism; nothing without such a
-    pair of runs.
+    """Yield a sentence that compares the memory of a sharded run with the same run without sharding, on rank 0.
+
+    Nothing is yielded without such a pair of runs.
     """
     plain = _find_unsharded(subject, subjects)
     if plain is None:
@@ -253,10 +264,10 @@ def sharding_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterato
 
 
 def answer_sharding(subjects: Sequence[Subject]) -> str:
-    """Return a sentence on the row with the largest saving of peak memory by sharding.
+    """Return a sentence on the row in which sharding reduces the peak memory most.
 
-    The saving is relative to the row of the same split and batch without sharding, on rank 0. The text is empty if
-    no row has a saving.
+    The saving is relative to the row with the same split and batch and without sharding, on rank 0. The text is
+    empty if no row has a saving.
     """
     texts: dict[float, str] = {}
     for subject in subjects:

@@ -61,7 +61,7 @@ _HOST_CLOCK = (
 
 @dataclass(frozen=True)
 class CallRow:
-    """All calls of one group and operation in one iteration of a rank, measured and predicted."""
+    """All calls of one operation in one process group, measured and predicted, in one iteration of a rank."""
 
     group: str
     operation: str
@@ -80,7 +80,7 @@ class CallRow:
 
 @dataclass(frozen=True)
 class Unattributed:
-    """Calls of one group, operation and payload that only the run or only the closed form has."""
+    """Calls of one group, operation and payload that were measured and not predicted, or the other way round."""
 
     group: str
     operation: str
@@ -111,7 +111,7 @@ class CallComparison:
 def compare_calls(
     configuration: RunSpec, rank: RankCommunication, megatron: MegatronVersion
 ) -> CallComparison:
-    """Compare the calls of a rank's steady iteration with the closed form, by group and operation."""
+    """Compare the calls of a rank in a steady iteration with the predicted calls, by group and operation."""
     stage = configuration.parallelism.pipeline_rank(rank.rank)
     measured_calls, predicted_calls = defaultdict(list), defaultdict(list)
     # Each measured call counts +1 and each predicted call -1, so that calls on both sides cancel.
@@ -146,7 +146,7 @@ def compare_calls(
 
 @dataclass(frozen=True)
 class PredictionEvidence:
-    """Measurements of one run and the closed forms' predictions of the same quantities."""
+    """Measurements of one run, and the formulas' predictions of the same quantities."""
 
     times: TimeRecord | None = None
     """Time record, scaled to the time per iteration of the report's row; None if it is not usable."""
@@ -164,13 +164,12 @@ class PredictionEvidence:
 
 
 def compare_run_with_predictions(run: Run, iteration_ms: float | None = None) -> PredictionEvidence:
-    """Compare one run with its closed forms; a quantity that is missing becomes a note.
+    """Compare the measurements of a run with the formulas; each missing quantity becomes a note in the result.
 
     Args:
         run: The run with its measurements.
-        iteration_ms: Time per iteration of the report's row, the median of its window. The time record
-            is scaled to it, because the record's means include warm-up and pauses. Without it the
-            record keeps its own times.
+        iteration_ms: Milliseconds per iteration in the report's row, to which the time record is scaled. The mean of
+            the record includes warm-up and pauses, and this median does not. None keeps the record's own times.
     """
     records = {
         COMMUNICATION_FILE: run.measurements.communication,
@@ -198,9 +197,9 @@ def compare_run_with_predictions(run: Run, iteration_ms: float | None = None) ->
 
 
 def _add_predictions(evidence: PredictionEvidence, run: Run, spec: RunSpec) -> PredictionEvidence:
-    """Return the evidence with the closed forms' predictions.
+    """Return the evidence with the predictions of the formulas added.
 
-    Ranks outside the run's world size are skipped: a record may have been left by another run.
+    Ranks outside of the run's world size are skipped, because their records may be from another run.
     """
     communication, memory = run.measurements.communication, run.measurements.memory
     ranks = range(spec.parallelism.world_size)
@@ -224,10 +223,10 @@ def _add_predictions(evidence: PredictionEvidence, run: Run, spec: RunSpec) -> P
 
 
 def _compare_parameters(run: Run, spec: RunSpec) -> Iterator[ComponentResidual]:
-    """Yield Megatron's printed parameters and the closed form per model-parallel rank.
+    """Yield the number of parameters that Megatron printed and the predicted number, per model-parallel rank.
 
-    Megatron prints a count per pipeline and tensor rank. It stands for all data-parallel ranks, so it is
-    given the number of the first of them.
+    Megatron prints one number per pipeline and tensor rank. Each result has the number of the first data-parallel
+    rank.
     """
     split = spec.parallelism
     for count in run.log.parameters:
@@ -239,7 +238,7 @@ def _compare_parameters(run: Run, spec: RunSpec) -> Iterator[ComponentResidual]:
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Measured seconds per micro batch of each pipeline stage, with the schedule's numbers."""
+    """Measured seconds per micro batch of each pipeline stage, and the schedule's micro batches and virtual stages."""
 
     seconds: tuple[float, ...]
     microbatches: int
@@ -261,9 +260,9 @@ class StageTimes:
 
 
 def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> float:
-    """Return (p−1)/(m·v), the idle time over the working time with equal stages.
+    """Return the bubble of a pipeline with equal stages, (p−1)/(m·v): idle time divided by working time.
 
-    It is 0 for asynchronous schedules, which keep the pipeline full.
+    The result is 0 for asynchronous schedules, which keep the pipeline full.
 
     Args:
         configuration: The run's configuration.
@@ -277,9 +276,9 @@ def ideal_bubble(configuration: RunSpec, microbatches: int | None = None) -> flo
 
 
 def measure_stages(configuration: RunSpec, times: TimeRecord) -> StageTimes | None:
-    """Return the working seconds per stage and micro batch, means over a stage's ranks.
+    """Return the working seconds per micro batch of each stage, averaged over the ranks of the stage.
 
-    None if no rank of some stage left its times.
+    None means that a stage has no rank with recorded times.
     """
     stages = range(configuration.parallelism.pipeline)
     seconds_by_stage: list[list[float]] = [[] for _ in stages]
@@ -294,9 +293,10 @@ def measure_stages(configuration: RunSpec, times: TimeRecord) -> StageTimes | No
 
 
 def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[ComponentResidual, ...]:
-    """Return each rank's idle time over its working time, measured and with equal stages.
+    """Return each rank's idle time divided by its working time: as measured, and as predicted for equal stages.
 
-    Empty without a pipeline. The note has the idle time of 1F1B over the measured stages.
+    The result is empty without a pipeline. The note of a rank has the idle time of 1F1B with the measured stage
+    times.
     """
     if configuration.parallelism.pipeline == 1:
         return ()
@@ -316,7 +316,7 @@ def compare_bubble(configuration: RunSpec, times: TimeRecord) -> tuple[Component
 
 @dataclass(frozen=True)
 class Subject:
-    """Row of a report that is explained, with the evidence of its newest run."""
+    """Row of a report that is explained, with the measurements of its newest run."""
 
     entry: Entry
     evidence: PredictionEvidence
@@ -352,13 +352,13 @@ def build_subjects(report: Report) -> tuple[Subject, ...]:
 def find_subject(
     subjects: Sequence[Subject], like: Subject, split: Parallelism, *, same_batch: bool = False
 ) -> Subject | None:
-    """Return the first row of `like`'s cohort that has a split; None if there is none.
+    """Return the first row with a given parallelism that is in the cohort of `like`; None if there is none.
 
     Args:
         subjects: All rows.
         like: The row whose cohort is searched.
-        split: The parallelism of the row that is searched for.
-        same_batch: True if the row must also have the batch of `like`.
+        split: The parallelism to search for.
+        same_batch: True if the batch of the row must equal that of `like`.
     """
     batch = like.run.spec and like.run.spec.batch
     for subject in subjects:

@@ -77,7 +77,11 @@ class _BlockWork(dict[tuple[int, int], list[int]]):
 
 
 def merge_routing_of_ranks(record: RoutingRecord) -> tuple[IterationRouting, ...]:
-    """Return the routing per iteration: token counts summed and losses averaged over the ranks."""
+    """Return the routing of each iteration, merged over the ranks.
+
+    Token counts and dropped tokens are summed. Losses and the entropy are averaged; None if no rank recorded
+    them.
+    """
     rows_by_iteration: dict[int, list[LayerRouting]] = defaultdict(list)
     for rank in record.ranks:
         for row in rank.layers:
@@ -99,7 +103,7 @@ def merge_routing_of_ranks(record: RoutingRecord) -> tuple[IterationRouting, ...
 def expert_token_ratios(
     iterations: Sequence[IterationRouting], layer: int
 ) -> list[tuple[float, ...]]:
-    """Return per iteration each expert's tokens over an even split of the layer's tokens."""
+    """Return, for each iteration, every expert's token count divided by the mean count of the layer's experts."""
     ratios = []
     for iteration in iterations:
         counts = iteration.tokens[layer]
@@ -111,10 +115,10 @@ def expert_token_ratios(
 def compute_rank_loads(
     record: RoutingRecord, split: Parallelism, communication: CommunicationRecord | None
 ) -> tuple[RankLoad, ...]:
-    """Return the work per rank under expert parallelism; empty without expert parallelism.
+    """Return the work of each rank's experts; empty for a run without expert parallelism.
 
-    Megatron numbers ranks by expert tensor parallelism first, then expert parallelism, then replicas,
-    then stages (`parallel_state.RankGenerator`).
+    The result relies on Megatron's order of ranks: expert tensor parallelism varies fastest, then expert
+    parallelism, then replicas, then stages (`parallel_state.RankGenerator`).
     """
     if split.expert == 1:
         return ()
@@ -143,10 +147,10 @@ def compute_rank_loads(
 
 
 def _exchange_wait_seconds(communication: CommunicationRecord | None) -> dict[int, float]:
-    """Return the seconds per iteration that each rank waits in calls that exchange tokens, by rank.
+    """Return, by rank, the seconds per iteration of waiting in calls that send tokens to experts.
 
-    These are the calls of forward and backward in groups of several ranks to which routers send tokens.
-    The result is empty without a communication log.
+    Only calls of forward and backward in groups of several ranks count. The result is empty without a
+    communication log.
     """
     waits = {}
     for rank in communication.ranks if communication else ():
@@ -165,10 +169,10 @@ def _num_experts(record: RoutingRecord) -> int:
 
 
 def busiest_rank_ratio(record: RoutingRecord, split: Parallelism) -> float:
-    """Return the tokens of each layer's busiest rank, summed over layers, over those of a mean rank.
+    """Return the tokens of each layer's busiest rank, summed over the layers, divided by those of an average rank.
 
-    The other ranks wait for the busiest one in every layer. A rank that is busiest in one layer and idle
-    in the next has an even total, and is still waited for.
+    The other ranks wait for the busiest rank in every layer. So the layers are compared one by one: a rank that
+    is busiest in one layer and idle in the next has an average total, and the others still wait for it.
     """
     counts = [
         tokens
@@ -180,7 +184,10 @@ def busiest_rank_ratio(record: RoutingRecord, split: Parallelism) -> float:
 
 
 def _tokens_by_expert_index(record: RoutingRecord, split: Parallelism) -> dict[int, _BlockWork]:
-    """Return the tokens of each expert-parallel index, by block of ranks that exchange tokens with each other."""
+    """Return, for each block of ranks that exchange tokens with each other, the tokens of each expert-parallel index.
+
+    The tokens are counted per iteration and layer.
+    """
     work: dict[int, _BlockWork] = defaultdict(_BlockWork)
     for rank in record.ranks:
         block_work = work[rank.rank // (split.expert * split.effective_expert_tensor)]
@@ -194,7 +201,10 @@ def _tokens_by_expert_index(record: RoutingRecord, split: Parallelism) -> dict[i
 
 
 def routing_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
-    """Yield how evenly a run's routers chose, and the cost; nothing without a `routing.json`."""
+    """Yield sentences on how evenly a run's routers chose experts, and on the cost of uneven choices.
+
+    A run without a `routing.json` yields nothing.
+    """
     record = subject.run.measurements.routing
     if record and (iterations := merge_routing_of_ranks(record)):
         yield f"{subject.label}: {_describe_choices(iterations)}"
@@ -204,9 +214,9 @@ def routing_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
 
 
 def answer_routing(subjects: Sequence[Subject]) -> str:
-    """Return in two sentences the busiest expert of all runs and the cost of waiting for it.
+    """Return two sentences: the busiest expert of all runs, and the cost of waiting for it.
 
-    Empty if no run left a `routing.json`.
+    The text is empty if no run has a `routing.json`.
     """
     busiest: tuple[float, Subject, RoutingRecord] | None = None
     for subject in subjects:
@@ -248,7 +258,7 @@ def _find_busiest_expert(late: Sequence[IterationRouting]) -> _BusiestExpert:
 
 
 def _describe_choices(iterations: Sequence[IterationRouting]) -> str:
-    """Return the busiest expert, the losses at the start and the end, and the dropped tokens."""
+    """Return a sentence on the busiest expert, the routers' losses at start and end, and the dropped tokens."""
     first, last = iterations[0], iterations[-1]
     late = iterations[-_LATE_ITERATIONS:]
     busiest = _find_busiest_expert(late)
@@ -273,7 +283,7 @@ def _mean_token_ratios(late: Sequence[IterationRouting], layer: int) -> list[flo
 
 @dataclass(frozen=True)
 class _WaitCost:
-    """Ranks that wait shortest and longest for tokens, and what uneven work costs."""
+    """Ranks with the shortest and the longest wait for tokens, and limits of what uneven work costs."""
 
     shortest: RankLoad
     longest: RankLoad
@@ -285,7 +295,7 @@ class _WaitCost:
 
 
 def _measure_wait_cost(subject: Subject, loads: Sequence[RankLoad]) -> _WaitCost | None:
-    """Return the cost of waiting for other ranks' experts; None without waits or times of two ranks."""
+    """Return the cost of waiting for other ranks' experts; None if fewer than two ranks have times and waits."""
     waiting = [load for load in loads if load.wait_seconds is not None]
     times = subject.evidence.times
     seconds = mean(rank.iteration_seconds for rank in times.ranks) if times and times.ranks else 0.0
@@ -300,7 +310,7 @@ def _measure_wait_cost(subject: Subject, loads: Sequence[RankLoad]) -> _WaitCost
 
 
 def _describe_load_cost(subject: Subject, loads: Sequence[RankLoad], busiest_ratio: float) -> str:
-    """Return how uneven the ranks' work is, and how long they wait for one another's experts."""
+    """Return sentences on how uneven the ranks' work is, and how long ranks wait for one another's experts."""
     ratios = [load.ratio_to_mean for load in loads]
     text = (
         f"over the run, the ranks' experts compute {min(ratios):.3f} to {max(ratios):.3f} times the"
@@ -341,7 +351,7 @@ def routing_tables(subjects: Sequence[Subject]) -> tuple[TextTable, ...]:
 
 
 def _expert_lines(subject: Subject, late: Sequence[IterationRouting]) -> Iterator[tuple[str, ...]]:
-    """Yield a line per layer: tokens per iteration, each expert's ratio and the busiest expert."""
+    """Yield a line per layer: tokens per iteration, the ratio of each expert, and the busiest expert."""
     for layer in late[0].tokens:
         ratios = _mean_token_ratios(late, layer)
         tokens = round(mean(sum(iteration.tokens[layer]) for iteration in late))
@@ -363,7 +373,7 @@ def _rank_line(subject: Subject, load: RankLoad) -> tuple[str, ...]:
 def _loss_lines(
     subject: Subject, iterations: Sequence[IterationRouting]
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the routers' losses and dropped tokens in the first, the middle and the last iteration."""
+    """Yield lines with the routers' losses and dropped tokens: of the first, the middle and the last iteration."""
     for index in sorted({0, len(iterations) // 2, len(iterations) - 1}):
         iteration = iterations[index]
         figures = (iteration.load_balancing_loss, iteration.z_loss, iteration.entropy_nats)
@@ -393,7 +403,7 @@ _TABLES = (
 
 
 def _scaled_loads(subject: Subject, record: RoutingRecord) -> tuple[RankLoad, ...]:
-    """Return the loads per rank, with waits scaled to the time per iteration of the report's row."""
+    """Return the work per rank, with waits scaled to the iteration time of the report's row."""
     scale = subject.evidence.scale
     loads = compute_rank_loads(record, subject.split, subject.run.measurements.communication)
     return tuple(

@@ -86,7 +86,7 @@ class TraceSpan:
 
 
 def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[TraceSpan, ...]:
-    """Return the spans of a run folder's trace by rank and start; empty if nothing was traced.
+    """Return the spans of a run folder's trace, ordered by rank and start; empty if the trace has no events.
 
     Args:
         folder: The run folder.
@@ -139,9 +139,9 @@ def select_passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
 
 
 def traced_idle_over_work(pieces: Sequence[TraceSpan]) -> dict[int, float]:
-    """Return each rank's idle time over its working time.
+    """Return, by rank, the idle time divided by the working time.
 
-    It counts from the first forward to the last backward of all ranks.
+    Idle time is counted between the first forward and the last backward pass over all ranks.
     """
     passes = select_passes(pieces)
     working_ms = defaultdict[int, float](float)
@@ -172,7 +172,7 @@ class Scene:
 
     @cached_property
     def ideal(self) -> SimulatedSchedule:
-        """Schedule of the run with equal stages, which take the measured mean time per pass."""
+        """Simulated schedule of the run with equal stages. Each pass takes the mean of the measured times."""
         passes = select_passes(self.pieces)
         return simulate_schedule(
             *(self.split.executed_schedule, self.split.pipeline, self.microbatches),
@@ -196,7 +196,7 @@ def draw_iteration(scene: Scene) -> Chart:
 
 
 def describe_scene(scene: Scene) -> str:
-    """Return what the picture shows, with each rank's idle time and the ideal schedule's bubble."""
+    """Return a caption of the picture, with the ranks' idle times and the ideal bubble for a pipeline on CPU ranks."""
     idle = traced_idle_over_work(scene.pieces)
     text = (
         "One iteration on one time axis: numbers are micro batches, the thin lane is communication "
@@ -216,7 +216,7 @@ def describe_scene(scene: Scene) -> str:
 
 
 def _ideal_spans(timeline: SimulatedSchedule) -> tuple[TraceSpan, ...]:
-    """Return the passes of a simulated schedule as spans; a stage stands for a rank."""
+    """Return the passes of a simulated schedule as spans. The number of a stage is used as the rank."""
     names = {direction: name for name, direction in _PASSES.items()}
     return tuple(
         TraceSpan(
@@ -232,7 +232,7 @@ def _ideal_spans(timeline: SimulatedSchedule) -> tuple[TraceSpan, ...]:
 
 
 def _draw_panels(figure: Figure, scene: Scene) -> None:
-    """Draw the measured iteration of up to MAX_RANKS ranks and, for a pipeline, the ideal schedule."""
+    """Draw the measured iteration, up to MAX_RANKS ranks, and below it the ideal schedule if there is a pipeline."""
     ranks = sorted({span.rank for span in scene.pieces})[:MAX_RANKS]
     spans = [span for span in scene.pieces if span.rank in ranks]
     origin, end = _time_range(spans)
@@ -263,7 +263,7 @@ def _draw_panels(figure: Figure, scene: Scene) -> None:
 def _draw_panel(
     axes: Axes, spans: Sequence[TraceSpan], *, origin: float, length: float, names: Sequence[str]
 ) -> None:
-    """Draw one lane per rank.
+    """Draw a panel with one horizontal lane per rank.
 
     Args:
         axes: The panel.
@@ -295,7 +295,7 @@ def _draw_panel(
 
 
 def _draw_span(axes: Axes, span: TraceSpan, *, lane: int, origin: float, length: float) -> None:
-    """Draw a pass with its number, or a phase; other spans have no colour and are not drawn."""
+    """Draw a pass with its number, or a phase. Spans of other kinds are not drawn."""
     start, width = span.start_ms - origin, span.milliseconds
     extent = (lane - _LANE_HEIGHT / 2, _LANE_HEIGHT)
     if span.step is None:
@@ -318,9 +318,9 @@ def _draw_span(axes: Axes, span: TraceSpan, *, lane: int, origin: float, length:
 
 
 def _join_calls(calls: Sequence[TraceSpan], gap: float) -> list[tuple[float, float]]:
-    """Return starts and ends of calls in milliseconds; calls closer than `gap` become one span.
+    """Return start and end of calls in milliseconds. Calls less than `gap` milliseconds apart become one span.
 
-    A run has hundreds of calls per iteration, which could not be told from one another.
+    A run has hundreds of calls per iteration, which would not be distinguishable in the picture.
     """
     spans: list[tuple[float, float]] = []
     for call in sorted(calls, key=lambda span: span.start_ms):
@@ -346,7 +346,7 @@ def _draw_legend(figure: Figure, spans: Sequence[TraceSpan]) -> None:
 
 
 def draw_timelines(entries: Sequence[Entry]) -> list[Chart]:
-    """Return a picture per row whose newest run left a usable trace, MAX_PICTURES at most."""
+    """Return a picture for each row whose newest run has a usable trace, at most MAX_PICTURES."""
     charts: list[Chart] = []
     for entry in entries:
         if len(charts) < MAX_PICTURES and (entry.run.path / TRACE_FILE).is_file():
@@ -433,7 +433,9 @@ def trace_run(wanted: str | None, root: Path, console: Console) -> int:
 
 
 def find_run(wanted: str | None, root: Path) -> Run:
-    """Load a run folder, the newest run of a target such as `pp2-gpt2-tiny-2cpu`, or the newest run.
+    """Load the run in a folder, the newest run of a target such as `pp2-gpt2-tiny-2cpu`, or the newest of all runs.
+
+    `wanted` names the folder or the target; None stands for all runs.
 
     Raises:
         NoTraceError: There is no such run.

@@ -31,9 +31,9 @@ _PASSES = (Phase.FORWARD, Phase.BACKWARD)
 
 
 def traffic_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
-    """Yield a sentence on the bytes that the busiest rank of a run sends, measured and predicted.
+    """Yield a sentence on the bytes that a run's busiest rank sends, measured and predicted.
 
-    Nothing is yielded for a run of a single rank.
+    A run of a single rank yields nothing.
     """
     if subject.split.world_size > 1:
         sent = _describe_sent_bytes(subject.evidence.calls)
@@ -41,9 +41,9 @@ def traffic_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
 
 
 def answer_traffic(subjects: Sequence[Subject]) -> str:
-    """Return sentences on which strategies send most and least bytes, and whether the predicted calls agree.
+    """Return sentences on the strategies that send most and fewest bytes, and on whether the predictions hold.
 
-    The result is empty if no run of several ranks left a communication log.
+    The text is empty if no run of several ranks has a communication log.
     """
     sent_bytes: dict[str, int] = {}
     labels_of_deviating: list[str] = []
@@ -73,7 +73,10 @@ def _busiest_rank(calls: Sequence[CallComparison]) -> CallComparison:
 
 
 def _describe_sent_bytes(calls: Sequence[CallComparison]) -> str:
-    """Return sentences on the busiest rank: its bytes, its largest groups of calls, and the predicted ones."""
+    """Return sentences on the busiest rank: bytes sent, largest groups of calls, agreement with the predicted calls.
+
+    If there is no communication log, the text says so.
+    """
     if not calls:
         return "there is no comm.json, so the bytes that it sends are not known."
     rank = _busiest_rank(calls)
@@ -97,7 +100,7 @@ def _describe_sent_bytes(calls: Sequence[CallComparison]) -> str:
 
 
 def _describe_call_group(row: CallRow) -> str:
-    """Return bytes, calls, operation, group and purposes of one row of calls."""
+    """Return a phrase on one row of calls: bytes, number, operation, group and purposes."""
     purposes = row.what.split("; ") if row.what else ["in no closed form"]
     more = len(purposes) - _MAX_PURPOSES
     more_text = f" and {more} more" if more > 0 else ""
@@ -108,7 +111,7 @@ def _describe_call_group(row: CallRow) -> str:
 
 
 def _describe_deviations(deviations: Sequence[Unattributed]) -> str:
-    """Return the first calls that only the run or only the closed form has."""
+    """Return a sentence on the first calls that were only measured or only predicted."""
     texts = [
         f"{abs(item.calls)} {item.operation} of {item.group} with {count(item.payload_bytes)} bytes"
         f" {'made and in no closed form' if item.calls > 0 else 'predicted and not made'}"
@@ -120,9 +123,9 @@ def _describe_deviations(deviations: Sequence[Unattributed]) -> str:
 
 
 def _compare_with_nccl(subject: Subject) -> str:
-    """Return a sentence on the bytes that NCCL's ring algorithms would send for the calls of a gloo run.
+    """Return a sentence on the bytes that NCCL's ring algorithms would send in place of gloo's.
 
-    The result is empty if gloo sends about as many, or if one of the two numbers is unknown.
+    The text is empty if gloo sends about as many bytes, or if one of the numbers is unknown.
     """
     sent, nccl = subject.entry.sent_bytes, subject.entry.nccl_bytes
     if sent is None or nccl is None or abs(sent - nccl) <= _NOTABLE_DIFFERENCE * nccl:
@@ -131,9 +134,10 @@ def _compare_with_nccl(subject: Subject) -> str:
 
 
 def context_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[str]:
-    """Yield comparisons of a context-parallel run with the TP run and the SP run of equal ranks and batch.
+    """Yield sentences that compare a context-parallel run with runs that use TP or SP instead.
 
-    Nothing is yielded for a run without context parallelism, or if there is no such run to compare with.
+    The runs must have equal numbers of ranks and equal batches. A last sentence says whether the ring's
+    communication overlaps with attention. Nothing is yielded without a run to compare with.
     """
     spec = subject.evidence.configuration
     counterparts = _find_tensor_parallel(subject, subjects)
@@ -154,9 +158,9 @@ def context_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator
 
 
 def _find_tensor_parallel(subject: Subject, subjects: Sequence[Subject]) -> list[Subject]:
-    """Return the rows that use TP or SP in place of CP, with equal ranks and batch: none, one or two.
+    """Return the rows with TP or SP in place of a row's CP, and with equal ranks and batch: at most two.
 
-    The result is empty for a row without CP.
+    The list is empty for a row without CP.
     """
     split = subject.split
     if split.context == 1:
@@ -168,10 +172,10 @@ def _find_tensor_parallel(subject: Subject, subjects: Sequence[Subject]) -> list
 
 
 def answer_context(subjects: Sequence[Subject]) -> str:
-    """Return sentences that compare the bytes of one CP run in forward and backward with those of TP and SP.
+    """Return sentences on the bytes that a CP run sends in forward and backward, relative to TP and SP runs.
 
-    The first CP run with a TP or SP run to compare with counts. The sentences also have the bytes of gradients that
-    CP sums in addition. The result is empty if no such pair of runs left communication logs.
+    The first CP run with a TP or SP run to compare with is described. A second sentence has the bytes of
+    gradients that CP sums in addition. The text is empty if no such pair of runs has communication logs.
     """
     for subject in subjects:
         traffic = _measure_traffic(subject)
@@ -230,7 +234,7 @@ def _measure_traffic(subject: Subject) -> _Traffic | None:
 def _compare_traffic(subject: Subject, other: Subject) -> str:
     """Return the end of a sentence that compares bytes, calls and waiting time of two rows.
 
-    If one of them has no communication log, the end says that.
+    If a communication log is missing, the text says so instead.
     """
     traffic, counterpart = _measure_traffic(subject), _measure_traffic(other)
     if traffic is None or counterpart is None:

@@ -17,7 +17,7 @@ _MS_PER_SECOND = 1e3
 
 
 def page_matches_table(report: Report) -> Table[MatchedEntry]:
-    """Return published quantities with the measured ones, for the page."""
+    """Return the table of published quantities and their measured counterparts, for the HTML page."""
     columns = (
         *_COMMON_COLUMNS,
         Column[MatchedEntry]("Published", lambda pair: _published_text(pair[1])),
@@ -31,7 +31,7 @@ def page_matches_table(report: Report) -> Table[MatchedEntry]:
 
 
 def markdown_matches_table(report: Report) -> Table[MatchedEntry]:
-    """Return published quantities with the measured ones, in fewer columns for Markdown."""
+    """Return the table of published quantities and their measured counterparts, with fewer columns for Markdown."""
 
     def published_with_source(match: Match) -> str:
         return f"{_published_text(match)} ({match.figure.model}, {match.figure.source.name})"
@@ -76,7 +76,10 @@ def _expected_text(match: Match) -> str | None:
 
 
 def _baseline_ratios(pair: MatchedEntry) -> str | None:
-    """Return the time per sample over baseline's, measured and published; None if both are unknown."""
+    """Return a row's time per sample divided by baseline's: measured, then published.
+
+    None means that both ratios are unknown, or that the quantity is not a time.
+    """
     entry, match = pair
     measured_ratio = entry.per_token.ratio if entry.per_token else None
     if match.quantity != "iteration time" or not (measured_ratio or entry.published_ratio):
@@ -96,7 +99,7 @@ _VERDICT = Column[MatchedEntry](
 
 
 def planned_table(report: Report) -> Table[PlannedEntry]:
-    """Return the planner's times with the measured ones and the error of similar predictions."""
+    """Return the table of predicted and measured times, with the error and the 80% interval of each prediction."""
 
     def interval(row: PlannedEntry) -> str:
         ends = row.known.interval() or ()
@@ -116,7 +119,7 @@ def planned_table(report: Report) -> Table[PlannedEntry]:
 
 
 def corrections_table(report: Report) -> Table[Correction]:
-    """Return the errors of the write-ups whose figures the report shows."""
+    """Return the table of errors in the write-ups whose figures the report shows."""
     columns = (
         Column[Correction]("Source", lambda correction: correction.name, right=False),
         Column[Correction]("It says", lambda correction: correction.says, right=False),
@@ -126,7 +129,7 @@ def corrections_table(report: Report) -> Table[Correction]:
 
 
 def changes_table(report: Report) -> Table[Change]:
-    """Return the changes against an earlier report."""
+    """Return the table of changes since an earlier report."""
     columns = (
         Column[Change]("Row", lambda change: change.row, right=False),
         Column[Change]("Change", lambda change: change.kind, right=False, style=lambda _: ""),

@@ -86,9 +86,9 @@ def _chart(
     entries: Sequence[Entry],
     limit: int,
 ) -> list[Chart]:
-    """Return a list of one chart, which `painter` draws for the first `limit` rows; empty without rows.
+    """Return a list with one chart, in which `painter` draws the first `limit` rows; empty without rows.
 
-    If rows are left out, a sentence added to `text` says so.
+    If rows are left out, a sentence in the chart's text says so.
     """
     if not entries:
         return []
@@ -129,7 +129,7 @@ def _draw_loss_charts(entries: Sequence[Entry]) -> list[Chart]:
 
 
 def _draw_routing_charts(entries: Sequence[Entry]) -> list[Chart]:
-    """Return a chart per run with a `routing.json`, MAX_ROUTED at most."""
+    """Return a chart for each run with a `routing.json`, at most MAX_ROUTED charts."""
     text = (
         "Above: tokens of each expert over its even part, by layer. Below: the router's losses before"
         " their coefficients, and its entropy."
@@ -191,9 +191,9 @@ def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
 
 
 def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Draw a bar per rank, at most the MAX_RANKS highest peaks of a row.
+    """Draw a bar per rank; of each row, the MAX_RANKS ranks with the highest peaks.
 
-    Bars are split by category if every row has a `memory.json`, else coloured by row.
+    The bars show memory categories if every row has a `memory.json`. Otherwise each row has one colour.
     """
     axes = figure.add_subplot()
     largest = max(max(entry.memory_by_rank.values()) for entry in entries)
@@ -234,7 +234,7 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
 
 
 def draw_losses(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Draw the plots of losses that the page has, the differences from the reference below the losses."""
+    """Draw the losses, and below them the differences from the reference if there are any."""
     losses, *differences = build_loss_plots(entries, merges=False)
     if not differences:
         _draw_curves(figure.add_subplot(), losses)
@@ -283,7 +283,7 @@ def _draw_curves(axes: Axes, plot: Plot) -> None:
 
 
 def draw_devices(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Draw a line per row of the report, with utilisation on the left and memory on the right."""
+    """Draw the samples of each row's devices: utilisation on the left, memory on the right."""
     figure.set_size_inches(WIDTH_INCHES, 0.5 + 1.15 * len(entries))
     grid_of_axes = figure.subplots(len(entries), 2, squeeze=False, sharey="col")
     for row, (entry, label) in enumerate(zip(entries, chart_labels(entries), strict=True)):

@@ -75,9 +75,9 @@ class FinishedReport(PresentedTable):
         return [{column.name: column.value(entry) for column in RESULTS} for entry in self.entries]
 
     def write(self, folder: str | Path) -> None:
-        """Write the report's folder: `report.html`, `report.md`, `results.csv`, `results.json`, charts.
+        """Write the report's folder: `report.html`, `report.md`, `results.csv`, `results.json` and charts.
 
-        The link `latest` beside the folder then points at it.
+        The link `latest` next to the folder then points to the folder.
 
         Raises:
             OSError: The folder cannot be written.
@@ -91,9 +91,9 @@ class FinishedReport(PresentedTable):
 
 
 def write_report(finished: FinishedReport, folder: Path) -> None:
-    """Write all files of a report, delete SVG files of an earlier one, and point `latest` at the folder.
+    """Write all files of a report, delete SVG files of an earlier report, and point `latest` at the folder.
 
-    A file or folder named `latest` that is no link is left alone.
+    If `latest` is a file or a folder and not a link, it is not touched.
 
     Raises:
         OSError: The folder cannot be written.
@@ -149,7 +149,7 @@ def _json_text(report: Report, headline: str, explanation: Explanation) -> str:
 
 
 def _entry_data(entry: Entry) -> dict[str, Any]:
-    """Return what `results.json` holds of a row: the columns of `results.csv` and further details."""
+    """Return a row's entry in `results.json`: the columns of `results.csv` and further details."""
     run, configuration = entry.run, entry.configuration
     estimate = configuration.estimate
     estimate_data = estimate and {name: getattr(estimate, name) for name in _ESTIMATE_FIELDS}
@@ -197,7 +197,7 @@ def _match_data(match: Match) -> dict[str, Any]:
 
 
 def _thinned_losses(run: Run) -> list[list[float]]:
-    """Return iteration and loss of MAX_SAMPLES lines at most; the extremes are among them."""
+    """Return pairs of iteration and loss for at most MAX_SAMPLES lines, among them the extreme losses."""
     lines = run.log.iterations
     known = lines.known("lm_loss")
     numbers, losses = lines.numbers[known], lines.values("lm_loss")[known]

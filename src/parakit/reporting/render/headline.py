@@ -36,12 +36,16 @@ _MAX_COSTS = 3
 
 
 def write_headline(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
-    """Return the report's main result: changes against an earlier report, else the fastest rows.
+    """Return the main result of a report in a few sentences.
+
+    It is the changes since an earlier report if there is one. Otherwise it is the fastest row of each group of
+    compared rows, or the times if no rows can be compared. Without times it is the last losses, or else the
+    report's first sentence.
 
     Args:
         report: The report.
-        paid: Largest cost of runs beyond baseline's fair time and its cause, by run name; empty leaves
-            the costs out.
+        paid: By run name, the largest cost of the run beyond its fair time (baseline's work divided over the run's
+            ranks), and the part of the iteration that causes the cost. If empty, the text has no costs.
     """
     if report.baseline:
         return _describe_changes(report)
@@ -58,7 +62,7 @@ def write_headline(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> 
 
 
 def _describe_losses(report: Report) -> str:
-    """Return the last losses of logs that print no times; empty if no log prints a loss without a time."""
+    """Return the last losses of logs that print losses and no times; empty if there is no such log."""
     losses = []
     for entry in report.entries:
         lines = entry.run.log.iterations
@@ -71,7 +75,7 @@ def _describe_losses(report: Report) -> str:
 
 
 def _describe_uncompared(report: Report, timed: Sequence[Entry]) -> str:
-    """Return the times of rows that are not compared with one another, or why they are not."""
+    """Return the times of rows that cannot be compared with one another, or the reason why they cannot."""
     if len(timed) == 1:
         entry = timed[0]
         rate = entry.rates.tokens_per_second
@@ -84,7 +88,7 @@ def _describe_uncompared(report: Report, timed: Sequence[Entry]) -> str:
 
 
 def _describe_changes(report: Report) -> str:
-    """Return which rows changed against an earlier report, and which are undecided."""
+    """Return which rows changed since an earlier report, and for which rows this is undecided."""
     changed = list(dict.fromkeys(change.row for change in report.changes if change.fails_strict))
     undecided = [
         f"{change.row} ({change.text.rpartition(': ')[2]})"
@@ -99,8 +103,9 @@ def _describe_changes(report: Report) -> str:
 
 
 def _describe_fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
-    """Return a sentence with the fastest row of a group and its time, and the extra cost of other rows by part
-    of the iteration.
+    """Return sentences on the fastest row of a group, and on what slows the other rows down.
+
+    The extra costs of the other rows are grouped by part of the iteration.
     """
     compared = members[1:]
     best = min(compared, key=judged_ratio)
@@ -123,7 +128,7 @@ def _describe_fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, st
 
 
 def _describe_best(best: Entry, members: Sequence[Entry]) -> str:
-    """Return that a row is the fastest of its group, by how much, and which rows noise may put first."""
+    """Return a sentence with the fastest row of a group, its time, and the rows within noise of it."""
     near = _find_rows_within_noise(best, members)
     tied = f", with {join_first_names(near)} within noise of it" if near else ""
     text = (
@@ -137,7 +142,7 @@ def _describe_best(best: Entry, members: Sequence[Entry]) -> str:
 
 
 def _find_rows_within_noise(best: Entry, members: Sequence[Entry]) -> list[str]:
-    """Return the labels of rows that the runs do not show to be slower than the fastest row."""
+    """Return the labels of the rows that are not shown to be slower than the fastest row."""
     compared_rows, comparisons = [], []
     for entry in members:
         if entry is best:
@@ -154,7 +159,7 @@ def _find_rows_within_noise(best: Entry, members: Sequence[Entry]) -> list[str]:
 
 
 def _describe_none_faster(members: Sequence[Entry]) -> str:
-    """Return that no row is faster than the reference, with the number of rows per verdict."""
+    """Return a sentence that no row is faster than the reference, with the number of rows per verdict."""
     reference, compared = members[0], members[1:]
     outcomes = [entry.judged_time.outcome for entry in compared if entry.judged_time]
     counts = []
@@ -181,7 +186,10 @@ def _per_device_text(members: Sequence[Entry]) -> str:
 
 
 def _compare_with_reference(entry: Entry, reference: Entry) -> str:
-    """Return `35% less time per token than tp2`, with the device time if numbers of devices differ."""
+    """Return a phrase such as `35% less time per token than tp2`.
+
+    If the numbers of devices differ, the phrase is about device time per token.
+    """
     time_ratio = describe_ratio(token_ratio(entry))
     speed = entry.speed
     if speed is None or speed.per_device_token is None:
@@ -204,7 +212,7 @@ MAX_GROUPS = 6
 
 @dataclass(frozen=True)
 class HeadlineBar:
-    """Bar of one row; times are in milliseconds for as many tokens as the reference's iteration has."""
+    """Bar of one row. Times are milliseconds for as many tokens as one iteration of the reference has."""
 
     label: str
     verdict: str
@@ -227,9 +235,9 @@ class BarGroup:
 
 
 def build_bar_groups(report: Report) -> list[BarGroup]:
-    """Return bars for the groups of compared rows, the largest group first.
+    """Return bars for each group of compared rows, the largest group first, at most MAX_GROUPS groups.
 
-    A report of a single timed row has one group with one bar.
+    If the report has a single group of one row, its bar is returned.
     """
     groups = group_compared_rows(report)
     compared = [members for members in groups if len(members) > 1]
@@ -238,7 +246,7 @@ def build_bar_groups(report: Report) -> list[BarGroup]:
 
 
 def _build_bar_group(members: Sequence[Entry]) -> BarGroup:
-    """Return the bars of a group; a time is scaled to the tokens of the reference's iteration."""
+    """Return the bars of a group, with times scaled to the tokens of the reference's iteration."""
     reference, have_equal_work, bars = members[0], True, []
     for entry in members:
         milliseconds = entry.time_ms or 0.0

@@ -92,7 +92,7 @@ def _allow_breaks_after_slashes(heading: str) -> Markup:
 def _list_contents(
     report: Report, plots: Sequence[Plot], memory: Sequence[Chart], explanation: Explanation
 ) -> dict[str, str]:
-    """Return the titles of the sections that the page has, by their ids."""
+    """Return the titles of the page's sections, by section id."""
     sections = {
         "results": report.entries,
         "summary": True,
@@ -121,7 +121,7 @@ def build_page_cells[R](table: Table[R]) -> list[list[PageCell]]:
 
 
 def _build_column[R](table: Table[R], column: Column[R]) -> list[PageCell]:
-    """Return the cells of one column."""
+    """Return the cells of one column, in the order of the table's rows."""
     texts = [column.cell(row) for row in table.rows]
     is_wide = max(map(len, texts), default=0) > _MIN_WIDE_CHARACTERS
     usual_kind = "wide" if is_wide else ""
@@ -141,7 +141,7 @@ def _build_column[R](table: Table[R], column: Column[R]) -> list[PageCell]:
 
 
 def list_provenance(entry: Entry) -> Mapping[str, str]:
-    """Return where, when and with which software a run was made; unknown facts are left out."""
+    """Return facts on where, when and with which software a run was made, by label. Unknown facts are left out."""
     run = entry.run
     trainer, series_by_rank = run.log.generation, run.samples.series
     clocks = [clock for series in series_by_rank for clock in series.sm_clock_mhz if clock]
@@ -159,9 +159,9 @@ def list_provenance(entry: Entry) -> Mapping[str, str]:
 
 
 def _recorded_facts(record: RunRecord, megatron: str) -> dict[str, str | None]:
-    """Return what a run's `run.json` states about its host, code, data and command, as label and text for the page.
+    """Return the facts in a run's `run.json` on host, code, data and command: texts by label, for the page.
 
-    None as text means that the record does not state the fact. `megatron` is the text of the Megatron version.
+    None means that the record does not state the fact. `megatron` is the text of the Megatron version.
     """
     host, data = record.host, record.dataset
     software = sorted(record.software.items())

@@ -75,10 +75,10 @@ class Plot:
 
 
 def build_plots(report: Report) -> list[Plot]:
-    """Return the line plots of all metrics, in the page's order.
+    """Return the line plots of all metrics, in the order of the page.
 
-    A plot is left out unless a row has at least two points in it. Of metrics that the kit does not know, the first
-    `_MAX_EXTRA_METRICS` are plotted.
+    A metric without a plot has no row with two or more points, or never changes. At most `_MAX_EXTRA_METRICS`
+    metrics that the kit does not know are plotted.
     """
     entries = report.entries
     known = [entry.time_ms for entry in entries if entry.time_ms]
@@ -119,13 +119,13 @@ def build_plots(report: Report) -> list[Plot]:
 
 
 def build_loss_plots(entries: Sequence[Entry], *, merges: bool = True) -> list[Plot]:
-    """Return the plots of the losses and of their differences from the references, without plots that have no curve.
+    """Return the plots of the losses, and of the differences from the references. A plot without curves is left out.
 
-    The page and the chart `loss.svg` draw them.
+    The page and the chart `loss.svg` both draw these plots.
 
     Args:
         entries: Rows of the report.
-        merges: True draws curves that coincide once, with their number. The page lists the rows elsewhere.
+        merges: True draws curves that coincide as one curve, labelled with their number.
     """
     losses = _build_plot("losses", "Loss", "lm loss", entries, loss_points, merges=merges)
     differences = _build_difference_plot(entries)
@@ -148,7 +148,7 @@ def _build_plot(
     clip: bool = False,
     merges: bool = True,
 ) -> Plot | None:
-    """Return the picture of one quantity; None if it has no curve or never changes.
+    """Return the plot of one quantity; None if no row has two points, or if the quantity never changes.
 
     Args:
         name: Name of the picture.
@@ -199,7 +199,7 @@ def _build_plot(
 
 
 def _find_coinciding_curves(curves: Mapping[int, Curve]) -> dict[int, int]:
-    """Return the index of an earlier curve per curve that looks the same in a picture."""
+    """Return which curves look the same as an earlier curve: the index of the earlier curve by the curve's index."""
     levels = np.concatenate([y for _, y in curves.values()])
     least = _MIN_DISTANCE * float(np.ptp(levels[np.isfinite(levels)]) if len(levels) else 0.0)
     shown: dict[int, Curve] = {}
@@ -232,7 +232,10 @@ _TEXTS = {
 def _build_series(
     label: str, index: int, run: Run, x: NDArray[np.int64], y: NDArray[np.float64]
 ) -> Series:
-    """Return a curve of at most MAX_POINTS points, with the log line of each point."""
+    """Return a curve of at most MAX_POINTS points. Each point has the number of its line in the log.
+
+    The extreme values are among the points. The line number is None if the log does not have the iteration.
+    """
     indexes = extreme_indexes(y, MAX_POINTS)
     values = [float(f"{value:.7g}") for value in y[indexes].tolist()]
     iterations, table = x[indexes], run.log.iterations
@@ -255,7 +258,7 @@ _PARTS_OF_CURVE = 25
 
 
 def _add_means(series: Series, x: NDArray[np.int64], y: NDArray[np.float64]) -> Series:
-    """Return a curve with the mean of the values around each of its points; a short curve stays as it is.
+    """Return the curve with a moving mean of all values, at each of its points; a short curve is returned unchanged.
 
     Args:
         series: The curve as it is drawn.
@@ -275,7 +278,7 @@ def _add_means(series: Series, x: NDArray[np.int64], y: NDArray[np.float64]) -> 
 
 
 def _column_reader(name: str) -> Callable[[Run], Curve]:
-    """Return a function that reads a column of a run's iteration lines."""
+    """Return a function that reads a column of a run's iterations as a curve, without values that are not finite."""
 
     def curve(run: Run) -> Curve:
         values = run.log.iterations.values(name)
@@ -286,7 +289,7 @@ def _column_reader(name: str) -> Callable[[Run], Curve]:
 
 
 def _build_difference_plot(entries: Sequence[Entry]) -> Plot | None:
-    """Return the picture of loss differences from the references; None if all losses are equal."""
+    """Return the plot of the losses minus those of the references; None if all losses are equal."""
     labels = entry_names(entries)
     # Of losses that agree, the last digit counts; of others, the loss.
     is_broken = any(entry.parity.is_broken for entry in entries)

@@ -78,7 +78,7 @@ def write_sentences(report: Report) -> list[str]:
 
 
 def ending_sentence(report: Report) -> str:
-    """Return the number of runs and rows, and which runs did not end well."""
+    """Return a sentence on the numbers of runs and rows, and on the runs that did not end well."""
     if not report.entries:
         hint = "train one (make demo), or name logs (LOGS=, or after 'parakit report')"
         return f"There is no run to report on{'' if report.problems else f': {hint}'}."
@@ -96,7 +96,7 @@ def ending_sentence(report: Report) -> str:
 
 
 def _sample_sentences(report: Report) -> list[str]:
-    """Return what CPU times are worth, and on how many iterations the medians rest."""
+    """Return sentences on what CPU times mean, and on the number of iterations behind the medians."""
     texts = []
     timed = [(entry, entry.estimate) for entry in report.entries if entry.estimate]
     if any(entry.run.device == "cpu" for entry, _ in timed):
@@ -135,7 +135,7 @@ def _limit_sentences(texts: list[str], remainder: str) -> list[str]:
 
 
 def _planner_sentences(report: Report) -> list[str]:
-    """Return the mean error of the planner's times, and the largest; empty if it predicted no row."""
+    """Return sentences on the mean and the largest error of the planner's times; empty if no row was predicted."""
     errors = {row.entry.label: row.error for row in report.planned if row.error is not None}
     if not errors:
         return []
@@ -149,7 +149,7 @@ def _planner_sentences(report: Report) -> list[str]:
 
 
 def change_sentences(report: Report) -> list[str]:
-    """Return the changes against an earlier report in one sentence; empty without such a report."""
+    """Return one sentence on the changes since an earlier report; empty without an earlier report."""
     if not report.baseline:
         return []
     changes = [
@@ -163,7 +163,7 @@ def change_sentences(report: Report) -> list[str]:
 def group_compared_rows(report: Report) -> list[list[Entry]]:
     """Return groups of timed rows that are compared with one another, the largest group first.
 
-    The first row of a group is its reference. A row that is compared with no other is a group alone.
+    The first row of a group is the reference. A row that is compared with no other row is a group by itself.
     """
     groups = {
         entry.run.name: [entry]
@@ -193,8 +193,10 @@ def join_first_names(names: Sequence[str]) -> str:
 
 
 def _power_sentences(report: Report) -> list[str]:
-    """Return sentences on the intervals: how many comparisons hold together, which scatter is assumed without
-    repeats, and how small a difference is visible.
+    """Return sentences on how far verdicts and intervals can be trusted.
+
+    They state how many comparisons hold together, which scatter is assumed without repeats, and how small a
+    visible difference is.
     """
     texts = []
     estimates = [
@@ -223,10 +225,10 @@ def _power_sentences(report: Report) -> list[str]:
 
 
 def withheld_sentences(report: Report) -> list[str]:
-    """Return sentences on the rows whose speed is not compared with the reference's; empty if all are compared.
+    """Return sentences on the rows whose speed is not compared although they have a time; empty if there are none.
 
-    One sentence names all rows that other programs disturbed, and one all rows with more ranks than cores. Each
-    row with an impossible speed has a sentence.
+    One sentence names all rows that other programs disturbed, and another names all rows with more ranks than
+    cores. Each row with an impossible speed has a sentence of its own.
     """
     disturbed, oversubscribed = [], []
     for entry in report.entries:
@@ -258,10 +260,10 @@ def withheld_sentences(report: Report) -> list[str]:
 
 
 def _speed_sentences(report: Report) -> list[str]:
-    """Return one sentence per row with its verdict on speed; empty if no row is compared.
+    """Return one sentence per row with its verdict on speed; empty if no rows are compared.
 
-    More than _MAX_SENTENCES sentences are replaced by one per reference and verdict, with the range of the
-    ratios, and a last sentence that names the table with each row's verdict.
+    If there would be more than _MAX_SENTENCES, there is one sentence per reference and verdict instead, with the
+    range of the ratios, and a last sentence that names the table with each row's verdict.
     """
     compared = [
         entry for entry in report.entries if entry.speed and IMPOSSIBLE not in entry.speed.caution
@@ -292,7 +294,7 @@ def _speed_sentences(report: Report) -> list[str]:
 
 
 def _uncompared_sentences(report: Report) -> list[str]:
-    """Return which logs can be compared with no other log, in one sentence; empty if there is none."""
+    """Return one sentence on the logs that cannot be compared with any other log; empty if there are no such logs."""
     references = {entry.speed.reference for entry in report.entries if entry.speed}
     timed = [entry for entry in report.entries if entry.run.is_foreign and entry.estimate]
     labels = [
@@ -308,7 +310,7 @@ def _uncompared_sentences(report: Report) -> list[str]:
 
 
 def describe_time_ratio(comparison: TimeComparison, unit: str, reference: str) -> str:
-    """Return `takes 35% less time per token than tp2 (95% interval: 23% to 45% less)`.
+    """Return a phrase such as `takes 35% less time per token than tp2 (95% interval: 23% to 45% less)`.
 
     Args:
         comparison: The row's time over the reference's.
@@ -334,7 +336,11 @@ def _describe_interval(comparison: TimeComparison) -> str:
 
 
 def speed_sentence(entry: Entry, report: Report) -> str:
-    """Return the verdict on a row's speed; empty if it is compared with no other, or told elsewhere."""
+    """Return a sentence with the verdict on a row's speed.
+
+    It is empty if the row is compared with no other row, or if another sentence explains why its speed is
+    withheld.
+    """
     comparison = entry.speed
     if comparison is None:
         return ""
@@ -362,7 +368,11 @@ def speed_sentence(entry: Entry, report: Report) -> str:
 def _verdict_text(
     entry: Entry, reference: Entry, comparison: SpeedComparison, judged: TimeComparison
 ) -> str:
-    """Return the verdict with its ratio, its interval and what could not be seen."""
+    """Return the verdict on a row's time: the ratio to the reference, its interval, and remarks.
+
+    The remarks can be the smallest difference that would be visible, a verdict that Holm's rule took back, or
+    that a single run cannot decide. With too few samples the text says only that there is no verdict.
+    """
     if judged.verdict is TimeVerdict.UNKNOWN:
         return f"{entry.label} against {reference.label}: too few samples for a verdict"
     unit = "time per iteration" if comparison.per_iteration else "time per token"
@@ -395,8 +405,9 @@ def _time_with_all_devices(entry: Entry, reference: Entry) -> str:
 
 
 def assumed_device_sentences(report: Report) -> list[str]:
-    """Return the warning that logs without a device's name are compared as if all ran on the same device; empty
-    if all name their devices.
+    """Return a warning that logs without a device's name are compared as if they ran on the same device.
+
+    The list is empty if no such logs are compared.
     """
     compared = [entry for entry in report.entries if entry.speed and entry.speed.device_is_assumed]
     if not compared:
@@ -410,7 +421,10 @@ def assumed_device_sentences(report: Report) -> list[str]:
 
 
 def _describe_flaws(comparison: SpeedComparison) -> str:
-    """Return the first differences that are no part of the strategy, by name and values."""
+    """Return a clause on the first differences that do not belong to the strategy, with both values.
+
+    Paths are only counted. The clause is empty if there are no differences.
+    """
     flaws = [
         difference
         for difference in comparison.differences
@@ -435,7 +449,10 @@ def _cut(value: str) -> str:
 
 
 def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
-    """Return two different batches in brackets, and whether one was scaled by the published rule."""
+    """Return, in brackets, the different batches of two runs, and whether the published rule explains them.
+
+    The text is empty if the batches are equal or one of them is unknown.
+    """
     if reference is None or other is None or reference.batch == other.batch:
         return ""
     text = f" (batch {reference.batch} | {other.batch}"
@@ -448,7 +465,7 @@ def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
 
 
 def _describe_endings(entry: Entry) -> Iterator[str]:
-    """Yield the row's runs that did not end well or are still running, each with its status."""
+    """Yield a phrase for each kind of run of a row that did not end well or is still running, with its status."""
     row = entry.configuration
     if entry.run.status.status is not Status.OK:
         yield f"{entry.label} ({_describe_ending(entry.run)})"
@@ -469,7 +486,7 @@ def _describe_ending(run: Run) -> str:
 
 
 def _parity_sentences(report: Report) -> list[str]:
-    """Return the verdicts on losses: rows that agree, that differ and that cannot be judged."""
+    """Return sentences on the rows whose losses agree, on those that differ, and on those that cannot be judged."""
     held = held_parity_sentence(report)
     texts = [held] if held else []
     texts += broken_parity_sentences(report)
@@ -490,7 +507,7 @@ def _parity_sentences(report: Report) -> list[str]:
 
 
 def _last_loss_sentences(report: Report) -> list[str]:
-    """Return the losses of rows that did the same work as their reference, and need not agree with it."""
+    """Return sentences on the last losses of rows that did their reference's work but may have other losses."""
     texts = []
     for entry in report.entries:
         losses = entry.parity.last_losses
@@ -506,9 +523,7 @@ def _last_loss_sentences(report: Report) -> list[str]:
 
 
 def held_parity_sentence(report: Report) -> str:
-    """Return the sentence that lists the rows with the same losses as their reference; empty if no row has
-    them.
-    """
+    """Return a sentence that lists the rows whose losses agree with their references; empty if there are none."""
     held = [entry for entry in report.entries if entry.parity.verdict == HELD]
     if not held:
         return ""
@@ -531,7 +546,7 @@ def held_parity_sentence(report: Report) -> str:
 
 
 def _name_references(entries: Sequence[Entry], report: Report) -> str:
-    """Return the label of the reference if all rows have the same one; otherwise `their references`."""
+    """Return the label of the rows' common reference, or `their references` if they have several."""
     references = {entry.parity.reference for entry in entries}
     if len(references) > 1:
         return "their references"
@@ -553,7 +568,7 @@ def broken_parity_sentences(report: Report) -> list[str]:
 
 
 def unjudged_parity_sentences(report: Report) -> list[str]:
-    """Return why the losses of foreign logs are not judged, one sentence per reason."""
+    """Return sentences on why the losses of foreign logs are not judged, one sentence per reason."""
     labels_without_shape: list[str] = []
     labels_by_reason: dict[str, list[str]] = {}
     for entry in report.entries:

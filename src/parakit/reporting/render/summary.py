@@ -44,9 +44,10 @@ def summary_sentences(report: Report) -> list[str]:
 
 
 def terminal_sentences(report: Report, headline: str) -> list[str]:
-    """Return what the terminal prints below the tables: headline, same model, worth of the times.
+    """Return the sentences that the terminal prints below the tables.
 
-    Runs that did not end well and changes against an earlier report add a sentence each.
+    They are the headline, whether all rows train the same model, what the times are worth, and warnings. Runs
+    that did not end well, and an earlier report, each add a sentence.
     """
     if not report.entries:
         return [ending_sentence(report)]
@@ -70,7 +71,7 @@ def _has_bad_ending(report: Report) -> bool:
 
 
 def same_model_sentence(report: Report) -> str:
-    """Return whether all strategies train the same model; empty if no losses can be compared."""
+    """Return a sentence on whether all strategies train the same model; empty if no losses can be reported on."""
     broken = broken_parity_sentences(report)
     if len(broken) == 1:
         return broken[0]
@@ -84,7 +85,10 @@ def same_model_sentence(report: Report) -> str:
 
 
 def worth_sentence(report: Report) -> str:
-    """Return what the times of a report are worth; empty if nothing was timed or repeats show it."""
+    """Return a sentence on what the times of a report are worth.
+
+    It is empty if nothing was timed, or if enough repeats show the scatter of the times.
+    """
     timed = [entry for entry in report.entries if entry.estimate]
     if any(entry.run.device == "cpu" for entry in timed):
         return CPU_SENTENCE

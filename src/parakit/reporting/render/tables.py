@@ -40,10 +40,9 @@ def format_ratio(comparison: TimeComparison) -> str:
 
 
 def format_speed(entry: Entry) -> str:
-    """Return the verdict on a row's time per token; empty if it is compared with no other.
+    """Return the verdict on a row's time per token; empty if the row is compared with no other row.
 
-    If the numbers of devices differ, the verdict is on the time per device: `95% less, per device 30%
-    more`.
+    If the numbers of devices differ, the verdict is about device time: `95% less, per device 30% more`.
     """
     speed = entry.speed
     if speed is None or speed.per_token is None:
@@ -84,7 +83,7 @@ def _printed_throughput(entry: Entry) -> tuple[float, str] | None:
 def _doubtful(
     value: Callable[[Entry], float | None], shape: Callable[[float], str]
 ) -> Callable[[Entry], tuple[float, str] | None]:
-    """Return a column's function: a rate of the model and its text, with a question mark if the model is doubtful."""
+    """Return a column function that formats a rate, with a question mark if the run's model is uncertain."""
 
     def describe(entry: Entry) -> tuple[float, str] | None:
         rate = value(entry)
@@ -98,7 +97,7 @@ _NO_MODEL = "no time, or no model that a rate follows from"
 
 
 def _why_no_tokens(entry: Entry) -> str:
-    """Return which quantity is missing for tokens/s."""
+    """Return a phrase that names the quantities that are missing to compute tokens/s."""
     run = entry.run
     quantities = {
         "time": entry.time_ms,
@@ -268,7 +267,7 @@ _TERMINAL_COLUMNS = (
 
 
 def page_results_table(report: Report) -> Table[Entry]:
-    """Return the results with every column that has a value in some row."""
+    """Return the results table, with every column in which some row has a value."""
     table = Table(_PAGE_COLUMNS, report.entries)
     columns = []
     for index, column in enumerate(_PAGE_COLUMNS):
@@ -284,7 +283,7 @@ def markdown_results_table(report: Report) -> Table[Entry]:
 
 
 def terminal_results_table(title: str, entries: Sequence[Entry], width: int) -> Table[Entry]:
-    """Return the results of one model on one device with the columns that fit.
+    """Return the results table of one model on one device, with as many columns as fit into the terminal.
 
     Args:
         title: Heading of the table.
@@ -315,7 +314,7 @@ _WINDOW_COLUMNS = (
 
 
 def windows_table(report: Report, *, notes: bool = False) -> Table[Entry]:
-    """Return a table with each row's counted iterations and the method of its confidence interval.
+    """Return a table with each row's measured iterations and the method of its confidence interval.
 
     Args:
         report: The report.
@@ -361,7 +360,7 @@ def _ratio_interval_text(entry: Entry) -> str | None:
 
 
 def _differences_text(entry: Entry) -> str:
-    """Return the first differences between a row and its reference, and how many more there are."""
+    """Return a text with the first differences between a row and its reference, and the number of the others."""
     differences = entry.speed.differences if entry.speed else ()
     texts = [
         f"{difference.what}: {difference.reference} | {difference.other}"
