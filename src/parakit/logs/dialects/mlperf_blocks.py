@@ -199,8 +199,7 @@ class _Units:
         return None
 
     def _scale_of_first(self, begin: float, end: float) -> float | None:
-        """Return the factor from the unit of beginnings to the unit of ends, for the first block; None if
-        ambiguous."""
+        """Return the factor from the unit of beginnings to that of ends, for the first block; None if ambiguous."""
         if self._size > 1:
             # A beginning in steps would be fewer samples than the end of the block.
             return None if 0 < begin * self._factor < end else 1.0
