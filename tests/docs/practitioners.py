@@ -28,7 +28,7 @@ QUESTIONS: tuple[Question, ...] = (
     *(("qwen3-235b-a22b", 128, "GB200", "MXFP8", 0), ("gpt-oss-120b", 64, "H100", "BF16", 0)),
     *(("llama3-8b", 32, "B200", "FP8", 131072), ("llama3.1-405b", 128, "GB200", "FP8", 0)),
     *(("mixtral-8x7b", 16, "GH200", "BF16", 0), ("mixtral-8x7b", 64, "GB200", "FP8", 0)),
-    *(("gpt2-large", 2, "H200", "FP16", 0), ("tinyllama-1.1b", 1, "RTX4090", "BF16", 0)),
+    ("gpt2-large", 2, "H200", "FP16", 0),
     ("gpt3-xl-1.3b", 16, "V100-16GB", "FP16", 0),
 )
 """Model, devices and precision as they are published; where it takes, the length

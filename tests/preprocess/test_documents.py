@@ -25,7 +25,6 @@ def kinds(rows):
         (b'{"text": "a"} {"text": "b"}', ProblemKind.BROKEN_JSON),
         (b'{"text": "a",}', ProblemKind.BROKEN_JSON),
         (b'["a"]', ProblemKind.BROKEN_JSON),
-        (b'\xef\xbb\xbf{"text": "a"}', ProblemKind.BROKEN_JSON),
         (b'{"text": "tab\tin it"}', ProblemKind.BROKEN_JSON),
         (b'{"other": "a"}', ProblemKind.MISSING_KEY),
         (b'{"text": null}', ProblemKind.NULL_TEXT),

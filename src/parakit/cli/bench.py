@@ -11,7 +11,7 @@ from parakit.config.files import ROOT
 
 
 def run_default_benches() -> int:
-    """Run the benches that take minutes, each in a process of its own; stop at the first that fails.
+    """Run the benches that take minutes, each in its own process; stop at the first bench that fails.
 
     Returns:
         The exit code of the last bench that ran.

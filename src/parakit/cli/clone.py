@@ -25,10 +25,10 @@ VariableTexts = dict[str, str]
 
 
 def add_own_measurements(texts: Mapping[str, str]) -> VariableTexts:
-    """Return the variables of a plan with CALIBRATION= and READINGS= set to this clone's files, if they exist.
+    """Return a plan's variables with CALIBRATION= and READINGS= set to this clone's files, if the files exist.
 
-    The files are the calibration of the planned device by `make calibrate`, and the user's own measurements.
-    Values that the user wrote stay.
+    CALIBRATION= is the calibration of the planned device by `make calibrate`. READINGS= is the file of the user's
+    own measurements. Values that the user wrote are not changed.
     """
     completed = dict(texts)
     if CALIBRATION.name not in texts:
@@ -41,10 +41,10 @@ def add_own_measurements(texts: Mapping[str, str]) -> VariableTexts:
 
 
 def add_own_runs(texts: Mapping[str, str]) -> VariableTexts:
-    """Return the variables of a report with READINGS=, the file to which the report adds its runs.
+    """Return a report's variables with READINGS= set to the file to which the report adds its runs.
 
-    READINGS= is not set for runs in another folder, because they may be somebody else's. The ends of Slurm jobs
-    are first recorded in their run folders.
+    READINGS= is not set for runs in another folder, because they may be somebody else's. As a side effect, Slurm
+    jobs that have ended are first recorded in their run folders.
     """
     runs = ROOT / texts.get(RUNS.name, READ_RUNS.default)
     if any(runs.glob("*/job.json")):
@@ -56,10 +56,10 @@ def add_own_runs(texts: Mapping[str, str]) -> VariableTexts:
 
 
 def move_run_folders(texts: Mapping[str, str]) -> VariableTexts:
-    """Return the variables of `explain` with run folders in RUNS= moved to RUN=.
+    """Return the variables of `explain`, with run folders that RUNS= names moved to RUN=.
 
-    RUNS= is the folder that holds runs. Older versions took run folders there. The variables stay as they are
-    if RUNS= is empty or names a folder that is no run.
+    RUNS= names the folder that contains runs, but older versions took run folders there. The variables are
+    returned unchanged if RUNS= is empty or names a folder that is no run.
     """
     names = texts.get(RUNS.name, "").split()
     if not names or not all(is_run_folder(ROOT / name) for name in names):
@@ -93,9 +93,9 @@ def train_and_trace(target: str, given: Namespace) -> int:
 
 
 def _find_calibration(device: str) -> Path | None:
-    """Return this clone's calibration file of a device, relative to ROOT; None without one.
+    """Return this clone's calibration file of a device, relative to ROOT; None if there is none.
 
-    None is also the answer for an unknown device, which the planner refuses itself.
+    An unknown device also gives None, because the planner refuses it later.
     """
     try:
         path = Path(READ_RUNS.default) / calibration_file_name(device_by_key(device).key)

@@ -99,7 +99,9 @@ def run_command(name: str, arguments: Sequence[str], program: str) -> int:
 
 
 def _refuse_misspelt(name: str) -> None:
-    """Refuse a name that is similar to the name of a command; a name similar to train-… is not refused here.
+    """Refuse a name that is similar to the name of a command.
+
+    A name that is similar to train-… is not refused here.
 
     Raises:
         SettingError: There is such a command; the sentence suggests it.
@@ -123,11 +125,11 @@ def _print_refusal(run: Callable[[], int]) -> int:
 
 
 def call_handler(command: Command, name: str, given: Namespace) -> int:
-    """Call the handler of a command, and return its exit code; a handler that returns None has exit code 0.
+    """Call the handler of a command, and return its exit code. A handler that returns None gives exit code 0.
 
-    A handler gets the values that its parameters name: a variable in lower case, `given` (all variables),
-    `options` (of a launch), `target` (the command's name), `console`, or an entry of the command's `fixed`.
-    Parameters with other names keep their defaults.
+    The names of a handler's parameters decide which values it gets: a variable in lower case, `given` (all
+    variables), `options` (of a launch), `target` (the command's name), `console`, or an entry of the command's
+    `fixed`. Parameters with other names keep their defaults.
 
     Raises:
         SettingError: The command is for the host, and this process runs in the kit's container image.

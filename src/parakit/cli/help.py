@@ -55,10 +55,10 @@ def _target_name(command: Command) -> str:
 
 
 def list_variables() -> "list[tuple[list[str], str]]":
-    """Return the entries of the list of make variables: names of variables, and their help text.
+    """Return the entries of the list of make variables: each the names of variables, and their help text.
 
-    The help text ends with the commands that take the variables, in brackets. Neighbours in SETTINGS with the same
-    help text share one entry. A variable with a different help text for some commands has one entry per text.
+    The help text ends with the commands that take the variables, in brackets. Neighbours in SETTINGS with the
+    same help text share an entry. A variable whose help text depends on the command has one entry per text.
     Variables that no public command takes are left out.
     """
     commands_by_use = {}  # type: dict[tuple[str, str], list[str]]
@@ -92,7 +92,7 @@ _GROUPS = (
 
 
 def _summarise_commands(names: "list[str]") -> str:
-    """Return the names of commands, with one name for all commands that take a group of variables.
+    """Return the names of commands as text. Commands that take a common group of variables share one name.
 
     Commands that only scripts call are left out.
     """

@@ -31,7 +31,7 @@ Other variables of the environment are ignored by commands that do not use them.
 
 
 def refuse_strange_target_name(name: str) -> None:
-    """Refuse the name of a target that make or a shell could take for more than a name.
+    """Refuse a target's name that make or a shell could misread, for example as an option.
 
     Raises:
         SettingError: The name has a strange character, or begins with a dash, as an option does.
@@ -71,7 +71,7 @@ def find_bench(name: str) -> Command:
 
 
 def refuse_removed(name: str, program: str) -> None:
-    """Refuse a command of an older version.
+    """Refuse a command that existed only in an older version.
 
     Args:
         name: The name of the command.
@@ -102,7 +102,7 @@ def parse_make_variables(
     arguments: Sequence[str] = (),
     written: Sequence[str] = (),
 ) -> Namespace:
-    """Return the values of a target from make's variables in the environment.
+    """Return a target's values from make's variables in the environment.
 
     Args:
         name: The target.
@@ -195,9 +195,9 @@ def option_name(setting: Setting) -> str:
 
 
 def rewrite_as_options(text: str, command: Command) -> str:
-    """Return a text with options in place of make's variables: `GPUS=2` becomes `--gpus 2`.
+    """Return a text in which make variables are written as options: `GPUS=2` becomes `--gpus 2`.
 
-    Words in double quotes, and names that are no variables, stay.
+    Words in double quotes, and names that are no variables, are not changed.
     """
 
     def to_option(match: re.Match[str]) -> str:
@@ -220,11 +220,10 @@ _ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
 
 
 def rewrite_as_variables(arguments: Sequence[str], command: Command) -> list[str]:
-    """Return a command line as assignments of make's variables, `NAME=value`.
+    """Return the arguments of a command line as make variables, in the form `NAME=value`.
 
-    Arguments that are assignments already stay.
-
-    If the command takes ARGS=, options that are no variables of make go there.
+    Arguments that have this form already are not changed. If the command takes ARGS=, options that are no make
+    variables are put into ARGS=.
 
     Raises:
         SettingError: An option is unknown, or has no value.
@@ -282,7 +281,7 @@ _COMMON_ABBREVIATIONS = {
 
 
 def _describe_unknown_option(name: str, options: Iterable[str]) -> str:
-    """Return the sentence that refuses an option, with the most similar option if there is one."""
+    """Return the sentence that refuses an option. It suggests the most similar option, if there is one."""
     known = list(options)
     similar = difflib.get_close_matches(name, known, n=1)
     if _COMMON_ABBREVIATIONS.get(name) in known:
@@ -292,9 +291,9 @@ def _describe_unknown_option(name: str, options: Iterable[str]) -> str:
 
 
 def _take_value(name: str, setting: Setting, waiting: list[str]) -> str:
-    """Remove an option's value from the front of the waiting arguments, and return the value.
+    """Remove an option's value from the front of `waiting`, and return it.
 
-    A switch has the value 1 unless 0 or 1 follows.
+    The value of a switch is 1, unless the next argument is 0 or 1.
 
     Raises:
         SettingError: No argument follows.
@@ -396,7 +395,7 @@ def _add_option(parser: ArgumentParser, setting: Setting) -> None:
 
 
 def _make_reader(setting: Setting) -> Callable[[str], Any]:
-    """Return the function by which argparse reads a value; it refuses what make would refuse."""
+    """Return the function with which argparse reads a value. It refuses the same values that make refuses."""
 
     def read_value(text: str) -> Any:
         try:
@@ -416,10 +415,10 @@ def _complete_values(
     typed: str,
     variable_format: str,
 ) -> Namespace:
-    """Fill in the values of all variables that the options did not set, and return the namespace.
+    """Set all variables that the options did not set, in place, and return the namespace.
 
     Args:
-        parsed: The values of options, which is changed.
+        parsed: The values of the options; it is changed.
         command: The command.
         texts: Values of make variables as written, by name.
         typed: The program and the command as the user wrote them, for an error message.

@@ -81,7 +81,8 @@ def find_clone(folder: Path) -> Path | None:
 def _split_command_line(argv: list[str]) -> tuple[str, list[str]]:
     """Return the command's name and its arguments.
 
-    `train tp2-x-2cpu` gives the name `train-tp2-x-2cpu`, and `report scrape` the name `report` with --scrape.
+    `train tp2-x-2cpu` gives the name `train-tp2-x-2cpu`. `report scrape` gives the name `report` and the argument
+    --scrape.
 
     Raises:
         ValueError: The command needs the name of a target and has none.
@@ -159,9 +160,10 @@ def _has_make_variables(command: Command) -> bool:
 
 
 def _run_in_clone(name: str, command: Command, arguments: list[str]) -> int:
-    """Run a command that needs a clone: in this process if it is the clone's program, else by that program.
+    """Run a command that needs a clone.
 
-    In this process, the options become variables of the environment.
+    The command runs in this process if this program belongs to the clone. Its options then become environment
+    variables. Otherwise the clone's own program replaces this process.
     """
     variables = _parse_assignments(rewrite_as_variables(arguments, command))
     clone = find_clone(Path.cwd())
@@ -178,7 +180,7 @@ def _is_outside_of_wheel(command: Command) -> bool:
 
 
 def _start_in_clone(name: str, arguments: Sequence[str], reason: str) -> int:
-    """Replace this process by the command, run by the program of the clone around the current folder.
+    """Replace this process by the program of the clone around the current folder, which runs the command.
 
     Args:
         name: The command.
@@ -273,9 +275,10 @@ def _version() -> str:
 
 
 def _print_completions() -> None:
-    """Answer the shell's Tab, and end the process: with a command's options once its name is complete.
+    """Print completions for the shell's Tab key, and end the process.
 
-    A command that needs a clone has no completion of its options.
+    Once the name of a command is complete, the command's options are completed. Options of a command that needs a
+    clone are not completed.
     """
     import argcomplete
 

@@ -61,9 +61,10 @@ class Nodes:
 
 
 class NodeGroup:
-    """The duties of a launcher towards the launchers of other nodes, while its own ranks train.
+    """Common actions of the launchers of all nodes while their ranks train.
 
-    This class is for a run on one node, which has no other launchers. Runs over several nodes override the methods.
+    This class is for a run on one node, where there is nothing to do. Runs over several nodes override the
+    methods.
     """
 
     cause: StatusRecord | None = None
@@ -80,9 +81,10 @@ class NodeGroup:
         return None
 
     def is_hanging(self, is_stalled: bool) -> bool:
-        """Return True if the run hangs: here, on node 0 or on the only node, if `is_stalled` is True.
+        """Return True if the run hangs.
 
-        Other nodes override this method and return the decision of node 0, whose log receives the lines of all nodes.
+        This method returns `is_stalled`, which decides on node 0 or on the only node. Other nodes override the method
+        and return the decision of node 0, whose log receives the lines of all nodes.
 
         Args:
             is_stalled: True if this node's log has not grown for the timeout. Other nodes do not use it: Megatron
@@ -99,7 +101,7 @@ class NodeGroup:
         return stopped_ranks
 
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
-        """Report how this node ended, wait for the others, and return the exit code of the whole run.
+        """Report how this node ended, wait for the other nodes, and return the exit code of the run.
 
         Args:
             exit_code: torchrun's exit code; not 0 if the launcher did not wait for torchrun.
@@ -112,9 +114,9 @@ SINGLE_NODE = NodeGroup()
 
 
 def parse_nodes(arguments: Namespace) -> Nodes | None:
-    """Return the nodes of a run by NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and RENDEZVOUS.
+    """Return the nodes of a run from NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT and RENDEZVOUS.
 
-    None is the answer for a run on one machine.
+    None means that the run is on one machine.
 
     Raises:
         LaunchError: NODE_RANK or MASTER_ADDR is missing, or NODE_RANK is out of range.
@@ -141,9 +143,10 @@ def node_folder(run_folder: Path, node: int) -> Path:
 
 
 class NodeFiles:
-    """The logs and samples of other nodes, which node 0 appends to its own.
+    """Logs and samples of other nodes, which node 0 appends to its own.
 
-    Make it before the other nodes start: what their files hold then is of an earlier attempt, and is not appended.
+    Create the object before the other nodes start. What their files hold at that time is from an earlier attempt,
+    and is not appended.
     """
 
     def __init__(self, folder: Path, nodes: Sequence[int]) -> None:
@@ -152,10 +155,10 @@ class NodeFiles:
         self._log_positions = {path: len(_read_bytes(path / LOG_FILE)) for path in node_folders}
 
     def append_new_output(self, whole_lines: bool = True) -> None:
-        """Append what other nodes logged since the last call to node 0's log.
+        """Append new log lines of the other nodes, since the last call, to node 0's log.
 
         Args:
-            whole_lines: True to leave an unfinished last line for the next call.
+            whole_lines: True leaves an unfinished last line for the next call.
         """
         for folder, position in self._log_positions.items():
             text = _read_bytes(folder / LOG_FILE, position)
@@ -176,10 +179,10 @@ class NodeFiles:
 
 
 def _read_bytes(path: Path, position: int = 0) -> bytes:
-    """Return a file's content from a position on; empty if the file cannot be read.
+    """Return the content of a file from a byte position on; empty if the file cannot be read.
 
-    The file is opened anew each time, because a network file system shows the writes of other machines when a
-    file is opened.
+    The file is opened anew each time, because a network file system shows the writes of other machines only when
+    a file is opened.
     """
     try:
         with path.open("rb") as file:

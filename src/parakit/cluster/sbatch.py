@@ -62,7 +62,7 @@ CPUS = '[ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPU
 
 @dataclass(frozen=True)
 class ArrayTask:
-    """One run of a job. A job of several runs is a job array."""
+    """One run of a Slurm job. A job with several runs is a job array, with one task per run."""
 
     folder: str
     """The run folder, relative to the repository root."""
@@ -91,7 +91,7 @@ class BatchJob:
 
 
 def pyxis_flags(image: str, mounts: Sequence[Path]) -> tuple[str, ...]:
-    """Return srun's flags to run ranks in an image by Pyxis.
+    """Return the srun flags with which Pyxis runs ranks in an image.
 
     The container runs as the caller's user, mounts the given folders at the same paths, and has a read-only root.
 
@@ -114,7 +114,7 @@ def pyxis_flags(image: str, mounts: Sequence[Path]) -> tuple[str, ...]:
 
 
 def render_batch_script(job: BatchJob) -> str:
-    """Return the script of a job. Every value in it is quoted, and none is a secret."""
+    """Return the batch script of a job. Every value in the script is quoted, and no value is a secret."""
     lines = [
         "#!/usr/bin/env bash",
         f"# {job.name} on {plural(job.slurm.nodes, 'node')}: the kit's launcher on each starts "
@@ -140,7 +140,7 @@ def render_batch_script(job: BatchJob) -> str:
 
 
 def _directives(job: BatchJob) -> Sequence[str]:
-    """Return the options of the script's #SBATCH lines; those of the site and the user come last."""
+    """Return the options of the script's #SBATCH lines. Options of the site file and of the user come last."""
     is_array = len(job.tasks) > 1
     output = "/dev/null"
     if not is_array:
@@ -185,7 +185,10 @@ def _srun_options(job: BatchJob) -> tuple[str, ...]:
 
 
 def _redirect_output(tasks: Sequence[ArrayTask]) -> Sequence[str]:
-    """Return shell that sends the output of an array's element to the element's run folder; empty for one task."""
+    """Return shell lines that append all output of an array task to a file in the task's run folder.
+
+    The result is empty for a single task, whose output sbatch redirects itself.
+    """
     if len(tasks) == 1:
         return ()
     folders = shlex.join(task.folder for task in tasks)
@@ -196,7 +199,10 @@ def _redirect_output(tasks: Sequence[ArrayTask]) -> Sequence[str]:
 
 
 def _select_task(tasks: Sequence[ArrayTask]) -> Sequence[str]:
-    """Return shell that sets the variables and arguments of the only task, or of this element of the array."""
+    """Return shell lines that set the variables and arguments of the job's task.
+
+    In a job array, SLURM_ARRAY_TASK_ID selects the task.
+    """
     if len(tasks) == 1:
         return _set_task(tasks[0])
     lines = ["case $SLURM_ARRAY_TASK_ID in"]

@@ -79,7 +79,7 @@ class Slurm:
 
 
 def parse_slurm_options(arguments: Namespace) -> Slurm | None:
-    """Return the options of a Slurm job by NODES=, SLURM_PARTITION= and the like; None without LAUNCHER=slurm.
+    """Return the options of a Slurm job from NODES=, SLURM_PARTITION= and the like; None without LAUNCHER=slurm.
 
     Raises:
         LaunchError: A value is not of its kind, or the site file cannot be read.
@@ -104,12 +104,12 @@ def parse_slurm_options(arguments: Namespace) -> Slurm | None:
 
 
 def _refuse_misspelt_variables(environment: Mapping[str, str]) -> None:
-    """Raise if the environment has a variable that is one of SLURM_SETTINGS but for a misspelling.
+    """Raise if the environment has a variable whose name is a misspelt name of SLURM_SETTINGS.
 
-    Slurm itself sets variables with similar names in a job, where nothing is checked.
+    Nothing is checked within a Slurm job, because Slurm sets variables with similar names there.
 
     Raises:
-        LaunchError: The variable would have no effect.
+        LaunchError: There is such a variable, which would have no effect.
     """
     known = {setting.name for setting in settings.SLURM_SETTINGS}
     if "SLURM_JOB_ID" in environment:
@@ -152,9 +152,9 @@ class JobState:
 
 
 def query_job_states(job_ids: Sequence[str]) -> dict[str, JobState] | None:
-    """Ask Slurm for the states of jobs, by job id.
+    """Return the states of jobs as Slurm reports them, by job id; None if Slurm does not answer.
 
-    A job that Slurm no longer knows is missing. None is the answer if Slurm does not answer.
+    A job that Slurm no longer knows is missing from the result.
     """
     if not job_ids:
         return {}
@@ -178,7 +178,7 @@ def cancel_job(job_id: str) -> bool:
 
 
 def _check_value(name: str, value: str) -> str:
-    """Return the value of a make variable if it can stand in an #SBATCH line without quotes.
+    """Return the value of a make variable, after checking that it needs no quotes in an #SBATCH line.
 
     Raises:
         LaunchError: The value has a character that needs quotes.
@@ -189,7 +189,7 @@ def _check_value(name: str, value: str) -> str:
 
 
 def _parse_lines(text: str) -> tuple[str, ...]:
-    """Return the options in SLURM_LINES= as #SBATCH lines have them.
+    """Return the options in SLURM_LINES=, in the form of #SBATCH lines.
 
     Raises:
         LaunchError: The text is no list of long options.

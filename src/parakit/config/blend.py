@@ -26,10 +26,13 @@ class BlendPart:
 
 
 def parse_blend(text: str) -> tuple[BlendPart, ...]:
-    """Return the data sets that a text names, at least one.
+    """Return the data sets that a text names. The result has at least one.
 
-    A text with blanks is the path of one data set, unless one of its words is a weight, or every word is an existing
-    data set. Raises as `pair_weights`.
+    A text of several words names several data sets if one word is a weight, or if every word is an existing data
+    set. Otherwise the full text is the path of one data set.
+
+    Raises:
+        ValueError: `pair_weights` refuses the words.
     """
     arguments = split_arguments(text)
     if len(arguments) < 2 or _exists(text):
@@ -47,7 +50,9 @@ def split_arguments(text: str) -> list[str]:
 
 
 def pair_weights(arguments: Sequence[str]) -> tuple[BlendPart, ...]:
-    """Return the data sets of a list as Megatron reads it: prefixes alone, or a weight before each prefix.
+    """Return the data sets of a list that has prefixes alone, or a weight before each prefix.
+
+    Megatron reads `--data-path` in the same way.
 
     Raises:
         ValueError: Some prefixes have a weight and others have none, or a weight is not above 0.

@@ -43,11 +43,12 @@ class ExpertLoad:
     """Number of groups that the experts of one token may lie in (`--moe-router-group-topk`)."""
 
     def send_ratio(self, shape: ModelShape, tokens: int) -> float:
-        """Return the token copies that a rank with `tokens` tokens sends, divided by those without
-        a capacity.
+        """Return the fraction of token copies that a rank with `tokens` tokens sends under the
+        router's capacity.
 
-        The capacity is rounded up to whole tokens per expert if inputs are padded (`moe_utils.py:
-        get_capacity`).
+        A router without capacity sends one copy per token and chosen expert, and gives 1. If inputs are padded
+        to the capacity, the capacity is rounded up to whole tokens per expert (`moe_utils.py: get_capacity`).
+        The result may then exceed 1.
         """
         if self.capacity is None:
             return 1.0
@@ -57,8 +58,10 @@ class ExpertLoad:
         return ceil(copies / shape.experts * self.capacity) * shape.experts / copies
 
     def receive_ratio(self, shape: ModelShape, tokens: int, ranks: int) -> float:
-        """Return the token copies that the busiest of `ranks` ranks receives, divided by the mean
-        without a capacity. `tokens` is the number of tokens of one rank.
+        """Return the load of the busiest of `ranks` ranks, where 1 is the load of a balanced router.
+
+        The load is the number of token copies that the rank receives. A balanced router without capacity sends
+        equally many to all ranks. `tokens` is the number of tokens of one rank.
         """
         if self.pads_to_capacity:
             return self.send_ratio(shape, tokens)
@@ -66,10 +69,13 @@ class ExpertLoad:
         return received if self.capacity is None else min(received, self.capacity)
 
     def expected_destinations(self, shape: ModelShape, destinations: int) -> float:
-        """Return the mean number of destinations that one token is sent to.
+        """Return the mean number of destinations to which one token is sent.
 
-        `destinations` is the number of ranks or nodes, each of which holds the same number of
-        experts. The token's experts are drawn at random, in random groups if the router has groups.
+        The experts of the token are assumed to be random. If the router has groups of experts, the groups are
+        random too.
+
+        Args:
+            destinations: Number of ranks or nodes, each of which holds the same number of experts.
         """
         if destinations >= self.groups:
             # Each group is spread over several destinations. The token reaches only those of its
@@ -91,10 +97,10 @@ BALANCED = ExpertLoad()
 
 
 def max_imbalance(shape: ModelShape, ranks: int) -> float:
-    """Return the largest possible imbalance: all tokens choose experts of the same one of `ranks`
-    ranks.
+    """Return the largest possible imbalance over `ranks` expert-parallel ranks.
 
-    A model without experts gives 1.
+    The imbalance is the load of the busiest rank divided by the mean load. It is largest if all tokens choose
+    experts of the same rank. For a model without experts the result is 1.
     """
     if not shape.experts:
         return 1.0
@@ -103,7 +109,7 @@ def max_imbalance(shape: ModelShape, ranks: int) -> float:
 
 
 def parse_expert_load(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
-    """Return the load that the router's flags and a stated imbalance describe.
+    """Return the router's load on expert-parallel ranks, from Megatron's flags and a stated imbalance.
 
     A capacity factor below 0 means no capacity, as in Megatron.
 

@@ -92,7 +92,7 @@ def read_args_file(path: Path) -> tuple[str, ...]:
     """Read the flags of an `.args` file, in order, split as a shell would.
 
     Raises:
-        ValueError: A line has an unclosed quote; the message names file and line.
+        ValueError: A line has an unclosed quote. The message names file and line.
     """
     arguments: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
@@ -129,7 +129,7 @@ class UnreadableFileError(ValueError):
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file, unpacked if it is compressed by gzip, without a byte order mark.
+    """Return the text of a file. A file that gzip compressed is unpacked, and a byte order mark is dropped.
 
     Raises:
         UnreadableFileError: The file cannot be read or unpacked, or is not UTF-8.
@@ -146,11 +146,10 @@ _GZIP = b"\x1f\x8b"
 
 
 def read_csv_rows(text: str, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield the line number and the cells of each row of a CSV text; rows with only blank cells are
-    skipped.
+    """Yield the line number and the cells of each row of a CSV text.
 
-    The delimiter is the most frequent of comma, semicolon and tab in the first line. `path` is
-    named in errors only.
+    Rows with only blank cells are skipped. The delimiter is the most frequent of comma, semicolon and tab in the
+    first line. `path` is only named in errors.
 
     Raises:
         UnreadableFileError: A cell is longer than 131,072 characters.

@@ -124,7 +124,11 @@ def _parse_row(row: dict[str, str]) -> KnownFlag:
 
 
 def _parse_default(kind: str, text: str) -> Default:
-    """Return a default value in the type of its kind; None for an empty text."""
+    """Return a flag's default value, converted from text to the Python type of the flag's kind.
+
+    Kinds `on` and `off` give a bool, `whole` an int, `decimal` a float, and all other kinds a text. An empty text
+    gives None.
+    """
     if not text:
         return None
     match kind:

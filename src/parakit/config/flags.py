@@ -24,8 +24,9 @@ from parakit.config.flag_table import (
 
 
 def format_flags(flags: Mapping[str, object]) -> tuple[str, ...]:
-    """Return a dict of flags as a list of arguments. True gives the flag without a value; None and
-    False leave it out.
+    """Return the command-line arguments for a mapping from flags to values.
+
+    True gives the flag without a value. Flags with None or False are left out.
     """
     arguments: list[str] = []
     for name, value in flags.items():
@@ -73,8 +74,9 @@ def unlisted_flags(arguments: Sequence[str]) -> tuple[str, ...]:
 
 
 def find_misspelled_flags(arguments: Sequence[str]) -> dict[str, str]:
-    """Return the flags that no supported Megatron has, each with a sentence that suggests a similar
-    flag.
+    """Return an error sentence for each flag that no supported version of Megatron has, by flag.
+
+    The sentence suggests a similar flag, if there is one. The result is empty if all flags are known.
     """
     sentences = {}
     for name in unlisted_flags(arguments):
@@ -91,7 +93,7 @@ def refuse_misspelled_flags(arguments: Sequence[str]) -> None:
     """Raise an error if `arguments` has flags that no supported Megatron has.
 
     Raises:
-        ValueError: There are such flags; the message has one line per flag.
+        ValueError: There are such flags. The message has one line per flag.
     """
     sentences = find_misspelled_flags(arguments)
     if sentences:
@@ -99,8 +101,13 @@ def refuse_misspelled_flags(arguments: Sequence[str]) -> None:
 
 
 def refuse_unknown(name: str, values: Iterable[str], known: Collection[str]) -> None:
-    """Raise a ValueError that names the first of `values` that is not in `known`, Megatron's values
-    for the flag `name`.
+    """Raise a ValueError if one of `values` is not in `known`.
+
+    The error names the first unknown value in alphabetical order.
+
+    Args:
+        name: Flag that has the values.
+        known: All values that Megatron has for this flag.
     """
     unknown = sorted(set(values).difference(known))
     if unknown:
@@ -202,11 +209,13 @@ class Flags:
         return not flag.only_with or any(map(self._holds, flag.only_with))
 
     def fields(self, group: str) -> dict[str, Any]:
-        """Return the values that these flags set in an object of the table, by field, with
-        Megatron's defaults.
+        """Return the values of the fields of one dataclass, such as the model's shape, by field name.
 
-        `group` is the object's name, such as `shape`. Fields without a flag and without a default
-        are left out.
+        The table of flags maps flags to these fields. For an absent flag the value is Megatron's default. Fields
+        whose flag is absent and has no default are left out, and so are fields whose flag does not apply.
+
+        Args:
+            group: Name of the dataclass in the table, such as `shape`.
 
         Raises:
             ValueError: A value is not of its flag's kind.
@@ -218,7 +227,11 @@ class Flags:
         }
 
     def _typed_value(self, flag: KnownFlag) -> Any:
-        """Return the value of a flag in the type of its kind; a switch gives True or False."""
+        """Return the value of a flag, converted to the Python type of the flag's kind.
+
+        Kinds `on` and `off` give a bool, `whole` an int, `decimal` a float, `texts` a tuple of texts, and all
+        other kinds a text. An absent flag gives Megatron's default.
+        """
         match flag.kind:
             case "on" | "off":
                 return self.has(flag.name) is (flag.kind == "on")
@@ -238,10 +251,16 @@ class Flags:
     def _parse_first_value[T: (int, float)](
         self, name: str, default: T | None, parse: Callable[[Any], T], valid_values: str
     ) -> T:
-        """Return the flag's first value parsed by `parse`; if the flag is absent, `default` or
-        Megatron's default.
+        """Return the flag's first value, parsed by `parse`.
 
-        `valid_values` describes a valid value in the error sentence.
+        An absent flag gives `default`, or Megatron's default if `default` is None, or 0 if Megatron has no
+        default.
+
+        Args:
+            valid_values: Description of a valid value, for the error sentence.
+
+        Raises:
+            ValueError: `parse` refuses the value.
         """
         values = self._values.get(name)
         if values:
@@ -268,8 +287,8 @@ def count_end_of_document_in_vocabulary(
 ) -> tuple[str, ...]:
     """Return the flags with a `--vocab-size` that counts every entry of a NullTokenizer.
 
-    Megatron up to 0.17 adds the end-of-document token to `--vocab-size`; other flags stay
-    unchanged.
+    Megatron up to 0.17 does not count the end-of-document token in `--vocab-size`. For these versions the token
+    is added to the number. Flags without `--vocab-size` or with another tokenizer are returned unchanged.
     """
     flags = Flags(arguments)
     if flags.text("--tokenizer-type") != _NULL or not flags.has("--vocab-size"):
@@ -291,7 +310,10 @@ def _num_uncounted_entries(megatron_version: str) -> int:
 
 
 def values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
-    """Return each flag's values; of a flag that occurs twice, the last occurrence counts."""
+    """Return the list of values of each flag, by flag. A flag without a value has an empty list.
+
+    If a flag occurs twice, its last occurrence counts. Values before the first flag are dropped.
+    """
     values: dict[str, list[str]] = {}
     # `current` is the list of the newest flag in `values`. Values before the first flag are dropped.
     current: list[str] = []

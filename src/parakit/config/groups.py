@@ -86,10 +86,9 @@ _GROUP_SUFFIXES = ("_GLOO", "_WITH_GTP_REMAT", "_WITH_EGTP")
 
 @functools.cache
 def group_name(description: str) -> str:
-    """Return the `Group` value of Megatron's description of a process group, such as `tp` or
-    `dp_cp`.
+    """Return the value of `Group` for the name that Megatron gives a process group.
 
-    A description that is not Megatron's is returned unchanged.
+    Suffixes that Megatron adds to its names are ignored. A name that is not Megatron's is returned unchanged.
     """
     plain = description
     for suffix in _GROUP_SUFFIXES:

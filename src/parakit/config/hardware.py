@@ -119,7 +119,9 @@ def load_hardware() -> Hardware:
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device that a driver calls `name` (NVML, nvidia-smi, torch.cuda); None if unknown.
+    """Return the device that the driver calls `name`, in NVML, nvidia-smi or torch.cuda.
+
+    The result is None if no device has that name.
 
     Only full names match: an H100 PCIe is not an H100 SXM.
     """
@@ -185,8 +187,9 @@ def _normalise_driver_name(name: str) -> str:
 
 
 def _convert_to_base_units(entry: Any) -> Any:
-    """Return an entry of the YAML file with bytes, bytes per second and seconds in place of the
-    file's units.
+    """Convert an entry of the YAML file to bytes, bytes per second and seconds.
+
+    The units are part of the keys, so the keys change too. Nested entries are converted as well.
     """
     if not isinstance(entry, dict):
         return entry

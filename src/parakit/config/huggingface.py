@@ -83,7 +83,9 @@ def read_config_flags(path: Path) -> tuple[str, ...]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Return the content of a `config.json`, with a `model_type`.
+    """Return the content of a `config.json`. The value of `model_type` is always a text.
+
+    A file without `model_type` gives the text "None", which is no known type.
 
     Raises:
         ConfigError: The file cannot be read, or is not a JSON object.
@@ -102,8 +104,8 @@ def read_config(path: Path) -> dict[str, Any]:
 def read_exact_config_flags(path: Path) -> tuple[str, ...]:
     """Return Megatron's flags for the model of a `config.json` whose weights are to be converted.
 
-    The flags are those of `read_config_flags`. This function also refuses a model that Megatron's flags only
-    approximate, because its converted weights would compute something else.
+    The flags of `read_config_flags` suffice for planning. This function adds the flags that change what the model
+    computes. It refuses a model that Megatron's flags only approximate.
 
     Raises:
         ConfigError: `read_config_flags` refuses the file, the weights of this architecture cannot be
@@ -133,7 +135,9 @@ def read_exact_config_flags(path: Path) -> tuple[str, ...]:
 
 
 def _list_exact_flags(config: _Config) -> dict[str, object]:
-    """Return the flags that change what a model computes, and that the planner does not need."""
+    """Return the flags that training needs and planning does not, because they change values but not
+    costs.
+    """
     flags = _list_rotary_flags(config) | _list_router_flags(config)
     if config.values["model_type"] == "smollm3":
         layers, interval = config.whole("num_hidden_layers"), config.maybe("no_rope_layer_interval")
@@ -146,9 +150,10 @@ def _list_exact_flags(config: _Config) -> dict[str, object]:
 
 
 def _list_rotary_flags(config: _Config) -> dict[str, object]:
-    """Return the flags of a linear or YaRN scaling of rotary frequencies, which the planner does not need.
+    """Return the flags of a linear or YaRN scaling of rotary frequencies.
 
-    `--mscale-all-dim 0` makes Megatron's factor of queries and keys the one that `transformers` has by default.
+    The result is empty for other models. With `--mscale-all-dim 0`, Megatron scales queries and keys by the same
+    factor as `transformers` does by default.
     """
     rotary = config.rotary
     if config.scaling == "linear":
@@ -169,9 +174,10 @@ def _list_rotary_flags(config: _Config) -> dict[str, object]:
 
 
 def _list_router_flags(config: _Config) -> dict[str, object]:
-    """Return the flags of a router that computes what `transformers` computes; none for a dense model.
+    """Return the flags with which Megatron's router computes the same as the router of `transformers`.
 
-    `transformers` adds the loss that balances experts only if the model returns the router's logits.
+    The result is empty for a dense model. `transformers` adds the load-balancing loss only if the model returns
+    the router's logits. For other models the flags set the coefficient of this loss to 0.
     """
     if config.values["model_type"] not in _ROUTED:
         return {}
@@ -196,13 +202,14 @@ def read_source_config(folder: Path) -> tuple[str, ...]:
 
 
 def build_config(arguments: Sequence[str], dtype: str) -> dict[str, Any]:
-    """Return the `config.json` of a model trained with these flags of Megatron, `--vocab-size`
-    included.
+    """Return the content of a `config.json` for a model that was trained with these flags of Megatron.
 
-    `dtype` is torch's name of the type that the weights are stored in.
+    Args:
+        arguments: Megatron's flags. They must include `--vocab-size`.
+        dtype: Torch's name of the type of the stored weights.
 
     Raises:
-        ConfigError: The model is of no type that is converted; the message names the flag.
+        ConfigError: No model type that can be converted has these flags. The message names the flag.
     """
     flags = Flags(arguments)
     for flag, why in _NO_COUNTERPART.items():
@@ -255,8 +262,10 @@ class _Config:
 
     @property
     def rotary(self) -> Mapping[str, Any]:
-        """Fields of rotary positions: `rope_parameters` of transformers 5, or `rope_theta` and
-        `rope_scaling` of older versions.
+        """Fields of rotary positions, by name.
+
+        They come from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling` (older
+        versions). `rope_theta` is 10000 if the config does not state it.
         """
         parameters = {"rope_theta": self.number("rope_theta", 10000)}
         for field in ("rope_scaling", "rope_parameters"):
@@ -284,7 +293,11 @@ class _Config:
 
 
 def _refuse_unsupported(config: _Config) -> None:
-    """Raise a ConfigError if the model differs from the one that the flags can describe."""
+    """Raise a ConfigError if the planner does not support the model.
+
+    Unsupported are dense layers between layers with experts, and a sliding window shorter than the sequence
+    (except in GPT-OSS).
+    """
     if config.maybe("decoder_sparse_step") not in (None, 1) or config.has("mlp_only_layers"):
         raise ConfigError(
             f"{config.path} has dense layers between layers with experts (decoder_sparse_step, "
@@ -364,8 +377,11 @@ def _qwen3(config: _Config) -> dict[str, object]:
 
 
 def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
-    """Return the flags of a mixture of experts. `experts` and `columns` are the names of the
-    config's fields.
+    """Return the flags of a mixture of experts.
+
+    Args:
+        experts: Name of the config's field with the number of experts.
+        columns: Name of the config's field with the width of an expert's MLP.
     """
     return {
         "--num-experts": config.whole(experts),
@@ -377,7 +393,7 @@ def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
 
 
 def _qwen2_moe(config: _Config) -> dict[str, object]:
-    """Return Megatron's flags for a Qwen2-MoE config: experts, and a shared expert behind a gate."""
+    """Return Megatron's flags for a Qwen2-MoE config, which has routed experts and a gated shared expert."""
     return {
         **_llama(config),
         "--add-qkv-bias": True,
@@ -390,8 +406,8 @@ def _qwen2_moe(config: _Config) -> dict[str, object]:
 def _gpt_oss(config: _Config) -> dict[str, object]:
     """Return Megatron's flags for a GPT-OSS config.
 
-    Every other layer attends to a window of tokens. The limit and the offset of the activation are
-    fields of Megatron's `TransformerConfig`. YaRN's positions have no fused kernel (`rope_utils.py:
+    Every other layer attends to a window of tokens. The activation function has an offset and is clamped. Fused
+    rotary positions are switched off, because Megatron has no such kernel for YaRN (`rope_utils.py:
     apply_rotary_pos_emb`).
     """
     return {
@@ -504,7 +520,10 @@ def _inexact_gpt2(config: _Config) -> Inexact:
 
 
 def _inexact_llama(config: _Config) -> Inexact:
-    """Yield the fields of a Llama config that Megatron's flags do not express."""
+    """Yield each field of a Llama config whose value Megatron's flags do not express.
+
+    An entry has the field's name, its value, and a text that says which values can be expressed.
+    """
     rotary, scaling = config.rotary, config.scaling
     base = rotary["rope_theta"]
     if base != int(base):
@@ -564,7 +583,7 @@ _CLASSES = {
 def _differs_from_default(flags: Flags, name: str) -> bool:
     """Return True if a flag is present with another value than Megatron's default.
 
-    Arguments in a checkpoint state the defaults too. A switch that is present is on.
+    A flag that is present without a value gives True, and so does a flag that the table of flags does not have.
     """
     if not flags.has(name) or name not in FLAGS or not flags.texts(name):
         return flags.has(name)
@@ -581,7 +600,12 @@ def flags_model_type(model_type: str) -> str:
 
 
 def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> None:
-    """Raise a ConfigError if a flag is present or absent against what the family needs (`wanted`)."""
+    """Raise a ConfigError if a flag is present that the family lacks, or absent although the family needs it.
+
+    Args:
+        family: Name of the family of models, for the error sentence.
+        wanted: For each flag, True if the family needs the flag, and False if the family lacks it.
+    """
     for flag, is_needed in wanted.items():
         if flags.has(flag) == is_needed:
             continue
@@ -592,7 +616,11 @@ def _refuse_mixture(flags: Flags, family: str, wanted: Mapping[str, bool]) -> No
 
 
 def _common_config(flags: Flags) -> dict[str, Any]:
-    """Return the fields of `config.json` that all types share."""
+    """Return the fields of `config.json` that all model types share.
+
+    Raises:
+        ConfigError: No model type combines this normalization with these positions.
+    """
     normalization = flags.text("--normalization")
     rotary = flags.text("--position-embedding-type") in ("rope", "yarn")
     if normalization != ("RMSNorm" if rotary else "LayerNorm"):
@@ -638,7 +666,11 @@ def _gpt2_config(flags: Flags) -> dict[str, Any]:
 
 
 def _find_rotary_type(flags: Flags) -> str:
-    """Return the model type of a model with rotary positions by its flags."""
+    """Return the `model_type`, such as `llama`, of a model with rotary positions and these flags.
+
+    Raises:
+        ConfigError: No model type that can be converted has both QK norms and biases of Q, K and V.
+    """
     has_query_norm, has_bias = flags.has("--qk-layernorm"), flags.has("--add-qkv-bias")
     if flags.has(_NO_ROTARY) and not (has_query_norm or has_bias or flags.has("--num-experts")):
         return "smollm3"
@@ -727,7 +759,11 @@ def _experts_config(flags: Flags, model_type: str) -> dict[str, Any]:
 
 
 def _rotary_scaling(flags: Flags) -> dict[str, Any]:
-    """Return the `rope_scaling` of a model with these flags; empty without a scaling."""
+    """Return the `rope_scaling` of a model with these flags. It is empty if the model has no scaling.
+
+    Raises:
+        ConfigError: `--mscale-all-dim` is not 0 with YaRN.
+    """
     if flags.has("--use-rope-scaling"):
         factor = flags.number("--rope-scaling-factor")
         return {"rope_type": "llama3", "factor": factor, **_SCALING}

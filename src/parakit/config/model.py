@@ -88,8 +88,9 @@ class Mamba:
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """A gated delta net (arXiv:2412.06464): each token updates one state per head; there are no
-    scores.
+    """Dimensions of a gated delta net (arXiv:2412.06464), a linear attention without scores.
+
+    Each token updates one state per head.
     """
 
     key_heads: int
@@ -225,8 +226,9 @@ class ModelShape:
 
     @property
     def block_shapes(self) -> tuple[tuple[int, ModelShape], ...]:
-        """Pairs of a count and a shape: how often each kind of block occurs in a layer, and a shape
-        with that block alone. A shape without several blocks gives itself once.
+        """One pair per kind of block: how often it occurs in a layer, and a shape with this block alone.
+
+        A shape with at most one block gives a single pair of 1 and the shape itself.
         """
         if len(self.blocks) <= 1:
             return ((1, self),)
@@ -251,10 +253,10 @@ class ModelShape:
 
     @cached_property
     def layer_kinds(self) -> tuple[tuple[ModelShape, Collection[int]], ...]:
-        """Pairs of a shape and the indices, from 0, of the layers that have this shape.
+        """One pair per kind of layer: its shape, and the indices, from 0, of the layers with this shape.
 
-        Layers with attention come before layers with linear attention, and in each, layers with
-        experts come before dense ones.
+        Kinds with attention come before kinds with linear attention. Within both, layers with experts come before
+        dense layers. A model with one kind of layers gives one pair.
         """
         dense, linear = frozenset(self.dense_layers), frozenset(self.linear_layers)
         if not (dense or linear):
@@ -275,10 +277,11 @@ class ModelShape:
         return replace(self, blocks=LINEAR + (EXPERTS if self.experts else MLP))
 
     def count_layers_by_kind(self, depths: int) -> tuple[tuple[int, ModelShape], ...]:
-        """Return pairs of a count and a shape: how many layers of each kind there are.
+        """Return one pair per kind of layer: the number of such layers, and their shape.
 
-        `depths` layers of multi-token prediction are included. They have attention, and a dense MLP
-        if the last layer has one.
+        Args:
+            depths: Number of layers of multi-token prediction that are added to the model's layers. These have
+                attention. Their MLP is dense if the last layer of the model has a dense MLP.
         """
         counts = [len(layers) for _, layers in self.layer_kinds]
         counts[self.mtp_is_dense] += depths
@@ -317,11 +320,11 @@ class ModelShape:
         return 1 + self.total_mtp_layers
 
     def effective_attention_length(self, length: int) -> float:
-        """Return twice the mean number of tokens that a token attends to in a sequence of `length`
-        tokens.
+        """Return the length of a sequence without a window in which attention has equally many FLOPs.
 
-        The mean is over positions and layers. Without a window it is the length itself.
-        Megatron-Bridge counts in the same way (`flop_utils.py: calculate_swa_context`).
+        The result is twice the mean number of tokens that a token attends to, over all positions and layers. If
+        the model has no window below `length`, the result is `length`. Megatron-Bridge counts in the same way
+        (`flop_utils.py: calculate_swa_context`).
         """
         window = self.window
         if not 0 < window < length:
@@ -371,8 +374,8 @@ def model_names() -> tuple[str, ...]:
 def load_model(name: str, file: str | None = None) -> Model:
     """Return the model with this name.
 
-    The model is read from `file` (a target's `MODEL=`) if that file has the name, else from
-    `examples/` or `hub/`.
+    The model is read from `file` (the value of `MODEL=`) if the name of that file is `name`. Otherwise it is
+    read from `examples/` or `hub/`.
 
     Raises:
         UnknownModelError: No `.args` file has that name.
@@ -418,8 +421,9 @@ def is_model_file(text: str) -> bool:
 
 
 def model_name_of_file(text: str) -> str:
-    """Return the name of the model in a file: the file's stem, or the folder's name for
-    `config.json`.
+    """Return the name of the model that a file describes.
+
+    The name of a `config.json` is the name of its folder. For other files it is the file's name without suffix.
 
     Raises:
         UnknownModelError: There is no such file.
@@ -446,10 +450,10 @@ def find_model(text: str) -> Model:
 
 
 def model_from_flags(name: str, family: str, arguments: Sequence[str]) -> Model:
-    """Build a model from Megatron flags, wherever they come from (a file, a run's argv).
+    """Return the model that Megatron's flags describe, for example the flags of a file or of a run.
 
     Raises:
-        ValueError: A flag that defines the shape is missing; the message names it.
+        ValueError: A flag that defines the shape is missing. The message names the flag.
     """
     flags = Flags(arguments)
     return Model(
@@ -510,10 +514,13 @@ def merge_training_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
 def apply_flags_to_model(
     model: Model, arguments: Sequence[str], names: Container[str] = SHAPE_FLAGS
 ) -> Model:
-    """Return the model with another shape or precision, under its name.
+    """Return the model with some of `arguments` applied to its flags. The name stays the same.
 
-    Only the flags in `arguments` that `names` contains are applied. Raises as `model_from_flags`
-    does.
+    Only flags that `names` contains are applied. By default these are the flags of shape and precision. If none
+    of them is in `arguments`, the model is returned unchanged.
+
+    Raises:
+        ValueError: The flags do not define a shape.
     """
     changes = pick_flags(arguments, names)
     if not changes:
@@ -574,8 +581,9 @@ def _refuse_negative_dimensions(flags: Flags) -> None:
 
 
 def _derive_default_dimensions(stated: Mapping[str, Any], flags: Flags) -> dict[str, int]:
-    """Return Megatron's defaults of the dimensions that it derives from others: query groups, head
-    width, and the widths of MLPs and experts.
+    """Return Megatron's defaults of the dimensions that it derives from other dimensions, by field.
+
+    These are the query groups, the head width, and the widths of MLPs and experts.
     """
     hidden, heads = stated["hidden"], stated["heads"]
     ffn_hidden = stated.get("ffn_hidden", default_ffn_hidden(hidden, flags.has("--swiglu")))
@@ -647,7 +655,9 @@ def _parse_windowed_fraction(flags: Flags, layers: int) -> float:
 
 
 def _parse_window(flags: Flags) -> int:
-    """Return the tokens of `--window-size`, whose second number a causal mask leaves at 0; 0
+    """Return the number of tokens to which a token attends, itself included, by `--window-size`.
+
+    The second number of the flag is ignored, because a causal mask leaves later tokens out. The result is 0
     without a window.
 
     Raises:
@@ -703,7 +713,7 @@ def _parse_layer_pattern(
     `is_selected` tells from a layer's index and the number whether the layer is selected.
 
     Raises:
-        ValueError: The value is neither, or the list has another number of layers.
+        ValueError: The value is neither a number above 0 nor a list, or the list's length is not `layers`.
     """
     text = " ".join(flags.texts(name)) or str(FLAGS[name].default or "")
     try:
@@ -721,8 +731,12 @@ def _parse_layer_pattern(
 
 
 def _evaluate_pattern(node: ast.expr) -> Any:
-    """Return a number, a list of numbers, or sums and multiples of them; raises TypeError for
-    anything else.
+    """Evaluate the syntax tree of a layer pattern, such as `([0]*3+[1]*29)`.
+
+    The result is a number or a list of numbers.
+
+    Raises:
+        TypeError: The tree has anything but whole numbers, lists, sums and products.
     """
     match node:
         case ast.Constant(value=int()):
@@ -761,7 +775,10 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
 
 
 def _known_files() -> Iterator[tuple[str, Path]]:
-    """Yield family and path of each model file; the family of an imported model is empty."""
+    """Yield the family and the path of each model file in `examples/` and `hub/`.
+
+    The family of a model in `hub/`, which was imported, is an empty text.
+    """
     for family in FAMILIES:
         for path in sorted((ROOT / "examples" / family / "models").glob("*.args")):
             yield family, path

@@ -61,10 +61,10 @@ _FUSED, _FUSER = "fused_group_mlp", "--use-transformer-engine-op-fuser"
 
 
 def parse_offload(flags: Flags) -> Offload:
-    """Return the activations that the flags offload.
+    """Return the offloading of activations that the flags choose.
 
     Raises:
-        ValueError: Megatron does not accept a module, a number or a combination.
+        ValueError: Megatron does not accept a module, a number or a combination of flags.
     """
     offload = Offload(**flags.fields("offload"))
     if offload.layers < 0:

@@ -121,7 +121,7 @@ class Published:
 
 
 def load_published(path: Path = PUBLISHED_FILE) -> Published:
-    """Return the published figures; empty if the file does not exist.
+    """Return the published figures and corrections of a file. A missing file gives an empty result.
 
     Raises:
         msgspec.ValidationError: A figure lacks a value or has one of another type.

@@ -8,7 +8,10 @@ SECONDS = 8.0
 
 
 def explain_unreachable(address: str) -> str:
-    """Return the reason why an address does not answer; empty if it answers, also with an HTTP error."""
+    """Return the reason why an address does not answer.
+
+    The result is empty if the address answers. An HTTP error is an answer too.
+    """
     request = urllib.request.Request(address, method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=SECONDS):

@@ -93,16 +93,19 @@ class Recompute:
         return self.method == "block"
 
     def recomputes(self, *modules: str) -> bool:
-        """Return True if backward recomputes the tensors of any of these modules. No modules ask
-        about tensors that only full recomputation covers.
+        """Return True if backward recomputes the tensors of any of these modules.
+
+        Without modules, the result is True only for full recomputation.
         """
         return bool(self.method) or not self.modules.isdisjoint(modules)
 
     def layers_per_checkpoint(self, layers: int) -> tuple[int, ...]:
-        """Return the layers of each checkpoint, in order, in a virtual stage of `layers` layers.
+        """Return the number of layers in each checkpoint of a virtual stage with `layers` layers, in
+        order.
 
-        The layers after the last checkpoint store their activations. Megatron groups layers in the
-        same way (`checkpointed_forward` in `megatron/core/recompute.py`; before 0.19 in
+        Backward recomputes the layers of one checkpoint together. Layers after the last checkpoint store their
+        activations. Without full recomputation there is no checkpoint, and the result is empty. Megatron groups
+        layers in the same way (`checkpointed_forward` in `megatron/core/recompute.py`; before 0.19 in
         `transformer_block.py`).
         """
         if not self.method:
@@ -135,8 +138,11 @@ def recompute_flags(recompute: Recompute) -> tuple[str, ...]:
 def parse_recompute(flags: Flags) -> Recompute:
     """Return the recomputation that the flags select.
 
+    Without such flags the result is `Recompute.NONE`. Selective recomputation without named modules recomputes
+    the attention scores.
+
     Raises:
-        ValueError: Megatron does not have a module or the method.
+        ValueError: Megatron does not have a module or the method, or the number of layers is below 1.
     """
     granularity = flags.text(_GRANULARITY)
     if granularity == "full":

@@ -33,8 +33,10 @@ from parakit.config.strategy import (
 
 
 class Backend(StrEnum):
-    """The trainer. `bare` is forward and backward of the native model without a trainer, as a
-    reference; `transformers` is Hugging Face's own implementation of an imported model.
+    """The program that trains a run.
+
+    `bare` runs forward and backward of the native model without a trainer, as a reference. `transformers` runs
+    Hugging Face's implementation of an imported model.
     """
 
     MEGATRON = "megatron"
@@ -222,10 +224,10 @@ class RunSpec:
 
     @property
     def flagged_parallelism(self) -> Parallelism:
-        """The parallelism for Megatron's flags.
+        """The parallelism for which Megatron's flags are written.
 
-        It has no virtual stages if a pipeline layout states them, because Megatron accepts only one
-        of both.
+        If a pipeline layout states the virtual stages, this parallelism has 1 virtual stage. The reason is that
+        Megatron refuses a layout together with a flag for virtual stages.
         """
         return (
             replace(self.parallelism, virtual_stages=1) if self.stages.layout else self.parallelism
@@ -233,8 +235,10 @@ class RunSpec:
 
     @property
     def trained_shape(self) -> ModelShape:
-        """The shape that is trained, which may differ from the model's: some strategies untie the
-        output layer, and TP splits latent attention's down-projections in Megatron's own layers.
+        """The shape that is trained.
+
+        It differs from the model's shape in two cases. Some strategies untie the output layer from the embedding.
+        Without Transformer Engine, TP splits the down-projections of latent attention.
         """
         shape = self.shape
         if shape.latent and not self.fused_norms:
@@ -245,8 +249,11 @@ class RunSpec:
 
     @property
     def block_specs(self) -> tuple[tuple[int, RunSpec], ...]:
-        """Pairs of a count and a spec: how often each kind of block occurs in a layer, and a run
-        with that block alone. Blocks that are not quantised count as kinds of their own.
+        """One pair per kind of block: how often it occurs in a layer, and a run whose model has this
+        block alone.
+
+        Quantised and unquantised blocks are different kinds. A run whose layers have at most one block gives a
+        single pair of 1 and the run itself.
         """
         shape = self.shape
         if len(shape.blocks) <= 1:
@@ -283,8 +290,9 @@ class RunSpec:
 
     @property
     def expert_send_ratio(self) -> float:
-        """Token copies that a rank sends to experts, divided by those that a router without
-        capacity sends.
+        """Fraction of token copies that a rank sends to experts under the router's capacity.
+
+        A router without capacity gives 1. With padding to the capacity the fraction may exceed 1.
         """
         if self.expert_load == BALANCED:
             return 1.0
@@ -294,8 +302,9 @@ class RunSpec:
 
     @property
     def expert_receive_ratio(self) -> float:
-        """Token copies that the busiest rank of EP receives, divided by the mean without a
-        capacity.
+        """Load of the busiest expert-parallel rank, where 1 is the load of a balanced router.
+
+        The load is the number of token copies that the rank receives.
         """
         if self.expert_load == BALANCED:
             return 1.0
@@ -341,10 +350,10 @@ class RunSpec:
         return self._add_mtp_layers(self.shape.dense_layers, pipeline_rank)
 
     def _add_mtp_layers(self, layers: Sequence[int], pipeline_rank: int) -> tuple[int, ...]:
-        """Return the given layers per virtual stage, with the layers of multi-token prediction if
-        they are alike.
+        """Return how many of `layers` each virtual stage of a pipeline rank has, with MTP layers added.
 
-        They have the form of the last layer, so they are added if `layers` contains the last layer.
+        Layers of multi-token prediction (MTP) have the shape of the last layer. They are added to the last stage
+        if `layers`, the indices of the layers of one kind, contain the last layer.
         """
         counts, shape = self.count_layers_per_chunk(layers, pipeline_rank), self.shape
         is_last = pipeline_rank == self.parallelism.pipeline - 1
@@ -355,7 +364,11 @@ class RunSpec:
     def count_layers_per_chunk(
         self, layers: Collection[int], pipeline_rank: int
     ) -> tuple[int, ...]:
-        """Return how many of `layers` (indices from 0) each virtual stage of a pipeline rank has."""
+        """Return the number of layers in each virtual stage of a pipeline rank. Only `layers` count.
+
+        Args:
+            layers: Indices, from 0, of the layers that count, such as all dense layers.
+        """
         split, all_layers = self.parallelism, self.shape.layers
         degrees = (split.pipeline, split.virtual_stages)
         if not layers:
@@ -423,9 +436,11 @@ class RunSpec:
         return replace(self, shape=self.shape.without_experts)
 
     def count_dense_layers(self, pipeline_rank: int) -> tuple[int, int]:
-        """Return the dense layers of a pipeline rank, and how many of them are fully recomputed.
+        """Return the number of dense layers of a pipeline rank, and how many of these are fully
+        recomputed.
 
-        In a virtual stage the dense layers come before those with experts.
+        Dense layers are counted only in models that also have layers with experts. In each virtual stage the
+        dense layers are assumed to come first.
         """
         if not self.shape.dense_layers:
             return 0, 0
@@ -434,10 +449,10 @@ class RunSpec:
         return sum(dense), sum(map(min, dense, map(sum, chunks)))
 
     def uniform_stage_specs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
-        """Return runs with equal stages that together have the layers of this pipeline rank.
+        """Return runs with equal stages, whose stages together have the layers of this pipeline rank.
 
-        There is one run per kind of layer (with experts, dense). Each run recomputes as many layers
-        per stage as this rank does. The calls inside layers are computed from these runs.
+        There is one run for the layers with experts and one for the dense layers. Each run recomputes as many of
+        its layers per stage as this rank does. The communication inside layers is computed from these runs.
         """
         shape, is_block_method = self.shape, self.recompute.is_block_method
         has_unequal_layers = is_block_method or shape.mtp_layers or shape.dense_layers
@@ -484,11 +499,11 @@ class RunSpec:
 
     @property
     def shares_embedding_across_stages(self) -> bool:
-        """True if the first and the last of several stages hold the same embedding and add up its
+        """True if the first and the last of several stages both hold the embedding and add up its
         gradients.
 
-        That is so for tied embeddings, and with multi-token prediction for all embeddings
-        (`setup_embeddings_and_output_layer`).
+        Both stages hold a tied embedding. With multi-token prediction they hold any embedding
+        (`setup_embeddings_and_output_layer`). With one stage the value is False.
         """
         shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_layers)
         return shared and self.parallelism.pipeline > 1
@@ -505,7 +520,12 @@ def _on_stages(shape: ModelShape, stages: StageSplit, pipeline: int, virtual: in
 def _count_layers_per_chunk(
     stages: StageSplit, layers: int, selected_layers: frozenset[int], pipeline: int, virtual: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Return, per pipeline rank, how many of `selected_layers` each of its virtual stages has."""
+    """Return the number of selected layers in each virtual stage: one tuple per pipeline rank.
+
+    Args:
+        layers: Number of all layers.
+        selected_layers: Indices, from 0, of the layers that count.
+    """
     counts = [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
     counts_by_rank: list[list[int]] = [[] for _ in counts]
     first = 0
@@ -538,12 +558,17 @@ def spec_from_model(model: Model, parallelism: Parallelism, batch: Batch) -> Run
 def spec_from_flags(
     arguments: Sequence[str], devices: int, device: DeviceKind, model: str = ""
 ) -> RunSpec:
-    """Return the run that Megatron trains with these flags, the model's own included, on `devices`
-    ranks.
+    """Return the run that Megatron trains with these flags on `devices` ranks.
+
+    Args:
+        arguments: All flags, those of the model included.
+        devices: Number of ranks.
+        device: Kind of the devices. On CPU, Megatron runs its own layers without Transformer Engine.
+        model: Name of the model, for error sentences and for the result.
 
     Raises:
-        ValueError: A flag that defines the shape is missing; the message names it.
-        StrategyError: The degrees do not divide `devices`.
+        ValueError: A flag that defines the shape is missing. The message names the flag.
+        StrategyError: The product of the parallel sizes does not divide `devices`.
     """
     flags = Flags(arguments)
     parallelism = parallelism_from_flags(arguments, devices)
@@ -575,8 +600,13 @@ def spec_from_flags(
 
 
 def spec_from_printed_arguments(arguments: Mapping[str, str]) -> RunSpec | None:
-    """Return the run that a log's printed arguments (`num_layers`) describe; None if they are
-    incomplete.
+    """Return the run that the arguments describe which Megatron prints in its log.
+
+    The result is None if the arguments are incomplete or describe no possible run. The run is taken to have been
+    started on GPUs and outside the kit.
+
+    Args:
+        arguments: Printed values by name, such as `num_layers`.
     """
     printed_flags = flags_from_printed_arguments(arguments)
     flags = Flags(printed_flags)
@@ -598,7 +628,12 @@ def spec_from_printed_arguments(arguments: Mapping[str, str]) -> RunSpec | None:
 
 
 def flags_from_printed_arguments(arguments: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the flags that set the arguments that a log prints."""
+    """Return Megatron's flags for the arguments that Megatron prints in its log.
+
+    Args:
+        arguments: Printed values by name, such as `num_layers`. Arguments that are None, False or empty give no
+            flag.
+    """
     flags: list[str] = []
     for name, value in arguments.items():
         if name == "add_bias_linear":
@@ -616,7 +651,7 @@ _FLAG_BY_ARGUMENT = {"fp8": "--fp8-format", "fp4": "--fp4-format"}
 
 
 def flags_from_spec(spec: RunSpec) -> tuple[str, ...]:
-    """Return Megatron's flags for a spec, without those of the model's shape and of the device."""
+    """Return Megatron's flags for a run. Flags of the model's shape and of the device are not included."""
     precision_flags = {
         "--attention-dropout": spec.dropout,
         "--hidden-dropout": spec.dropout,
@@ -640,7 +675,11 @@ _TYPES_BY_TORCH_NAME = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"
 
 
 def _state_flags(types: StateTypes) -> tuple[str, ...]:
-    """Return Megatron's flags for the types of the optimizer's state."""
+    """Return Megatron's flags for the types of gradients and optimizer state, and for the
+    optimizer's offloading.
+
+    The result is empty for the usual types.
+    """
     if types.precision_aware:
         return (
             *format_fields_as_flags(types, "state_types"),
@@ -676,9 +715,9 @@ def parse_state_types(flags: Flags) -> StateTypes:
 
 
 def searched_flags(spec: RunSpec) -> tuple[str, ...]:
-    """Return Megatron's flags for choices of a search that no strategy name states.
+    """Return Megatron's flags for the choices that a search makes besides the strategy.
 
-    These are recomputation, context parallelism's algorithm, and the placement of layers on stages.
+    These are recomputation, the algorithm of context parallelism, and the placement of layers on stages.
     """
     differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
     # CPU ranks gather keys and values whatever algorithm the flag names, so they need no flag.
@@ -701,7 +740,14 @@ planned as `tensorwise`.
 
 
 def parse_fp8_recipe(flags: Flags) -> Fp8Recipe:
-    """Return the quantisation that the flags choose; Megatron's default recipe is `delayed`."""
+    """Return the quantisation that the flags choose.
+
+    Without `--fp8-format` and `--fp4-format` it is `Fp8Recipe.NONE`. A recipe of Megatron that the enum does not
+    have counts as `TENSORWISE`.
+
+    Raises:
+        ValueError: Megatron does not have the recipe.
+    """
     if flags.has("--fp4-format"):
         return Fp8Recipe.NVFP4
     if not flags.has("--fp8-format"):
@@ -720,8 +766,9 @@ def _parse_cp_comm_type(flags: Flags) -> str:
 
 
 def parse_token_dispatcher(flags: Flags) -> TokenDispatcher:
-    """Return the token dispatcher in the flags; a value that the kit does not know gives
-    `alltoall`.
+    """Return the token dispatcher that the flags choose.
+
+    For the dispatcher `flex` the result is its backend. A value that the kit does not know gives `alltoall`.
     """
     value = flags.text("--moe-token-dispatcher-type")
     if value == "flex":

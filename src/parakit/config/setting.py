@@ -26,10 +26,10 @@ class SettingError(ValueError):
 
 
 def refuse_renamed(name: str) -> None:
-    """Raise an error if `name` is an older version's name of a variable.
+    """Raise an error if `name` is a variable's name from an older version.
 
     Raises:
-        SettingError: The name is old; the message has the present name.
+        SettingError: The name is old. The message has the present name.
     """
     if name in RENAMED:
         raise SettingError(f"{name}= is {RENAMED[name]}= now.")
@@ -38,7 +38,12 @@ def refuse_renamed(name: str) -> None:
 
 
 def parse_setting(setting: Setting, text: str, reader: Callable[[str], Any] | None = None) -> Any:
-    """Return a variable's value, parsed from text by `reader` or else by its kind.
+    """Return the value of a variable of make, parsed from its text.
+
+    Args:
+        setting: The variable.
+        text: The text of the value.
+        reader: Function that parses the text. None means the parser of the variable's kind.
 
     Raises:
         SettingError: The text is not of the variable's kind.
@@ -53,8 +58,9 @@ def parse_setting(setting: Setting, text: str, reader: Callable[[str], Any] | No
 
 
 def parse_settings(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[str, Any]:
-    """Return the value of every variable by its lower-case name: parsed from its text, or the
-    default.
+    """Return the value of every variable of make, by the variable's lower-case name.
+
+    A variable without a text, or with an empty one, has its default.
 
     Raises:
         SettingError: A text is not of its variable's kind.
@@ -69,7 +75,10 @@ def parse_settings(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[s
 
 
 def settings_by_field(options: type) -> dict[str, Setting]:
-    """Return the variable of each field that is `Annotated` with one, for a dataclass of options."""
+    """Return the variables of make that set the fields of a dataclass of options, by field name.
+
+    A field has a variable if its type is `Annotated` with a `Setting`. Other fields are left out.
+    """
     return {
         name: annotation
         for name, kind in get_type_hints(options, include_extras=True).items()
@@ -92,7 +101,10 @@ _NUMBER = re.compile(
 
 
 def _choose_parser(kind: str) -> Callable[[str], Any]:
-    """Return the function that parses texts of a kind."""
+    """Return the function that parses a text of this kind.
+
+    A kind that is neither a known word nor a range of numbers is read as a list of allowed texts.
+    """
     if kind in _PARSERS:
         return _PARSERS[kind]
     bounds = _NUMBER.fullmatch(kind)
@@ -109,13 +121,21 @@ def _parse_number(
     below: str | None,
     text: str,
 ) -> int | float:
-    """Return the number in `text`, a float unless `whole` is stated; raises ValueError if it is out
-    of bounds.
+    """Return the number in `text`: an int if `whole` is stated, else a float.
 
-    The bounds are parts of the kind's text (`a whole number from 0 to 10`). The lower bound is
-    allowed itself if `lower_kind` is `from`, and not if it is `above`. `upper` is the largest
-    allowed number, and `text` must then consist of digits. `below` is the smallest number that is
-    too large.
+    The bounds are parts of the text of a variable's kind, such as `a whole number from 0 to 10`. A bound that is
+    None does not apply.
+
+    Args:
+        whole: Any text, if only whole numbers are allowed.
+        lower_kind: `from` if the lower bound itself is allowed, `above` if it is not.
+        lower: The lower bound.
+        upper: The largest allowed number. With it, `text` must consist of digits.
+        below: The smallest number that is too large.
+        text: The text to parse.
+
+    Raises:
+        ValueError: The text is no number, or the number is out of bounds.
     """
     number = int(text) if whole else float(text)
     if lower and number < float(lower):
@@ -156,7 +176,11 @@ def _parse_plain_name(text: str) -> str:
 
 
 def _parse_picture_path(text: str) -> Path:
-    """Return the path of a picture to write; raises SettingError if its folder does not exist."""
+    """Return the path of a picture to write.
+
+    Raises:
+        SettingError: The path is a folder, or its folder does not exist.
+    """
     path = Path(text)
     if path.is_dir():
         raise SettingError(f"SVG={text} is a folder; name a file in it.")
@@ -172,7 +196,10 @@ _DATA_FOLDER, _PREPARED_SUFFIX = "owt-ds/", "_text_document"
 
 
 def _find_data(text: str) -> str:
-    """Return the data sets that DATA= names, by prefix or by name, with their weights if it has some.
+    """Return the prefixes of the data sets that DATA= names, as one text, each with its weight if
+    it has one.
+
+    DATA= may name a data set by its prefix or by its name.
 
     Raises:
         SettingError: The weights do not fit the data sets.
@@ -194,8 +221,12 @@ def _find_data(text: str) -> str:
 
 
 def _find_data_prefix(text: str) -> str:
-    """Return the prefix of a data set, given by prefix or by name. Without such a data set, return
-    the prefix that `make prepare-ds` would write.
+    """Return the prefix of the files of a data set.
+
+    If there is no such data set, return the prefix that `make prepare-ds` would write.
+
+    Args:
+        text: The data set's prefix or name.
     """
     prefix = text.removesuffix(".bin").removesuffix(".idx")
     is_name = "/" not in prefix
@@ -223,8 +254,11 @@ _NO_DATA_PARALLEL = (
 
 
 def _parse_backend(text: str) -> Backend:
-    """Return the backend; raises SettingError for two backends of other projects that the kit does
-    not start.
+    """Return the backend with this name.
+
+    Raises:
+        SettingError: The name is `megatron-deepspeed` or `dataparallel`, which the kit does not start.
+        ValueError: There is no such backend.
     """
     if text.replace("_", "-") == "megatron-deepspeed":
         raise SettingError(f"BACKEND={text} is {_NO_MEGATRON_DEEPSPEED}")
@@ -234,7 +268,12 @@ def _parse_backend(text: str) -> Backend:
 
 
 def _find_checkout(text: str) -> Path:
-    """Return the folder of a Megatron-LM checkout; raises SettingError for Megatron-DeepSpeed."""
+    """Return the absolute path of a Megatron-LM checkout.
+
+    Raises:
+        ValueError: The folder has no `pretrain_gpt.py`.
+        SettingError: The folder holds Megatron-DeepSpeed.
+    """
     folder = Path(text).expanduser().resolve()
     entry = folder / "pretrain_gpt.py"
     if not entry.is_file():

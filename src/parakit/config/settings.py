@@ -15,8 +15,9 @@ PLAIN_NAME = "a plain name of letters, digits, '.', '_' and '-'"
 
 
 class Setting(NamedTuple):
-    """One variable of make. A command that uses a variable in another sense has its own copy
-    (`_replace`).
+    """Variable of make that users set.
+
+    A command that uses the variable with another meaning or default has a changed copy (`_replace`).
     """
 
     name: str

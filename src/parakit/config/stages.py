@@ -58,8 +58,9 @@ class StageSplit:
     def layers_per_chunk(
         self, layers: int, pipeline: int, virtual: int, rank: int
     ) -> tuple[int, ...]:
-        """Return the layers of each virtual stage of a pipeline rank, rounded down if a degree does
-        not divide.
+        """Return the number of layers of each virtual stage of a pipeline rank.
+
+        Numbers are rounded down if stages do not divide the layers. `find_problem` reports such splits.
         """
         if self is EVEN_SPLIT:
             # Nearly all splits of a search are even, so this case comes first.
@@ -76,7 +77,10 @@ class StageSplit:
         return tuple(chunks)
 
     def find_problem(self, layers: int, pipeline: int, virtual: int) -> str:
-        """Return why Megatron refuses to place `layers` layers in this way; empty if it accepts."""
+        """Return the reason why Megatron refuses to place `layers` layers on the stages in this way.
+
+        The result is empty if Megatron accepts the split.
+        """
         if self.layout:
             return self._find_layout_problem(layers, pipeline * virtual)
         if self.counted_ends and (self.first or self.last):
@@ -88,8 +92,9 @@ class StageSplit:
         return self._find_even_split_problem(layers, pipeline, virtual)
 
     def _find_even_split_problem(self, layers: int, pipeline: int, virtual: int) -> str:
-        """Return why the layers, and the ends that count as layers, do not divide over the virtual
-        stages; empty if they do.
+        """Return the reason why the layers cannot be split evenly over all virtual stages.
+
+        Embedding and loss count as layers if this split says so. The result is empty if the split is possible.
         """
         all_layers = layers + self.counted_ends
         if all_layers % (pipeline * virtual):
@@ -103,7 +108,11 @@ class StageSplit:
         return ""
 
     def _find_layout_problem(self, layers: int, num_stages: int) -> str:
-        """Return why Megatron refuses the layout for `num_stages` stages; empty if it accepts."""
+        """Return the reason why Megatron or the planner refuses the layout for `num_stages` virtual
+        stages.
+
+        The result is empty if both accept the layout.
+        """
         stages = _split_layout(self.layout)
         text = "".join(stages)
         if self.first or self.last or self.counted_ends:
@@ -121,8 +130,10 @@ class StageSplit:
         return "" if is_filled else "a stage between the ends has no layer"
 
     def _find_end_stage_problem(self, layers: int, pipeline: int, virtual: int) -> str:
-        """Return why Megatron refuses the first or last stage's own number of layers; empty if it
-        accepts.
+        """Return the reason why Megatron refuses a split that states the layers of the first or last
+        stage.
+
+        The result is empty if Megatron accepts the split.
         """
         remaining_layers = layers - self.first - self.last
         other_stages = pipeline - (self.first > 0) - (self.last > 0)
@@ -139,8 +150,9 @@ class StageSplit:
         return ""
 
     def _count_stage_layers(self, layers: int, pipeline: int, rank: int) -> int:
-        """Return the layers of one pipeline rank; embedding and loss are included if they count as
-        layers.
+        """Return the number of layers of one pipeline rank.
+
+        Embedding and loss are included if they count as layers.
         """
         if self.first and rank == 0:
             return self.first
@@ -160,11 +172,10 @@ def even_layout(layers: int, stages: int) -> StageSplit:
 
 
 def front_loaded_layout(layers: int, stages: int, depths: int) -> StageSplit:
-    """Return a layout whose stages have the same number of layers until none is left for the last
-    stages.
+    """Return a pipeline layout whose first stages have equally many layers, rounded up.
 
-    This makes room on the last stage for `depths` layers of multi-token prediction and for the
-    loss.
+    The last stages therefore have fewer layers or none. This makes room on the last stage for `depths` layers of
+    multi-token prediction and for the loss.
     """
     full_count = -(-layers // stages)
     return _layout(
@@ -185,7 +196,7 @@ _REPEATED = re.compile(r"(?:\(([^()*]+)\)|([A-Za-z|]))\*([0-9]{1,3})(?![0-9*])")
 def _split_layout(layout: str) -> tuple[str, ...]:
     """Return the letters of each stage, with repetitions expanded.
 
-    Commas are dropped. A `*` that repeats nothing is kept, so the layout is refused later.
+    Commas are dropped. A `*` without a letter and a number is kept, so that `find_problem` refuses the layout.
     """
     text = layout.replace(",", "")
     # Parentheses may be nested. Each pass expands one innermost group or letter.
@@ -212,7 +223,10 @@ def choose_stage_split(layers: int, pipeline: int) -> StageSplit | None:
 
 @lru_cache(maxsize=4096)
 def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int, ...]:
-    """Return the numbers of virtual stages per rank that are possible with this split."""
+    """Return all possible numbers of virtual stages per rank with this split, in ascending order.
+
+    The result is empty if Megatron refuses the split for any number.
+    """
     max_degree = -(-(layers + stages.counted_ends) // pipeline)
     return tuple(
         degree
@@ -222,10 +236,11 @@ def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int
 
 
 def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
-    """Return a split for degrees that do not divide the layers; None if there is none.
+    """Return a split of the layers over stages that do not divide their number.
 
-    Embedding and loss count as layers if the sum is divisible, because each takes about as long as
-    a layer. Otherwise the last stage, which computes the loss, gets fewer layers than the others.
+    First, embedding and loss are counted as layers, together or one of them, because each takes about as long
+    as a layer. If the stages divide no such sum, the last stage, which computes the loss, gets fewer layers than
+    the others. The result is None if that is not possible either.
     """
     for split in (
         StageSplit(embedding=True, loss=True),

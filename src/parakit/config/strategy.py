@@ -187,8 +187,9 @@ class Parallelism:
 
     @property
     def executed_schedule(self) -> PipelineSchedule:
-        """The schedule that is executed; Megatron's is 1F1B, or interleaved 1F1B with virtual
-        stages.
+        """The pipeline schedule that is executed.
+
+        If the strategy names no schedule, Megatron runs 1F1B, or interleaved 1F1B with virtual stages.
         """
         if self.schedule:
             return self.schedule
@@ -224,9 +225,9 @@ class Parallelism:
         return self.effective_expert_tensor * self.expert * self.pipeline
 
     def with_expert_tensor(self, degree: int) -> Parallelism:
-        """Return the parallelism with each expert over `degree` ranks of TP.
+        """Return the parallelism with each expert split over `degree` ranks (ETP).
 
-        0 leaves the choice to Megatron, which takes the TP of all other layers
+        With 0, Megatron chooses the degree, which is then the TP of all other layers
         (`megatron/training/arguments.py: validate_args`).
         """
         stored = 0 if degree == self.tensor else degree
@@ -344,8 +345,9 @@ def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
 
 
 def strategy_flags(parallelism: Parallelism) -> tuple[str, ...]:
-    """Return Megatron's flags for a parallelism. Data parallelism has no flag: Megatron derives it
-    from the number of ranks and the other degrees.
+    """Return Megatron's flags for a parallelism.
+
+    Data parallelism has no flag, because Megatron derives it from the number of ranks and the other sizes.
     """
     further_flags: dict[str, object] = dict(_SHARDING_FLAGS[parallelism.sharding])
     if parallelism.schedule.is_asynchronous:
@@ -433,8 +435,9 @@ BATCH_RULE = (
 
 
 def describe_batch_scaling(model_batch: Batch, batch: Batch, parallelism: Parallelism) -> str:
-    """Return a sentence that the model file's batch was scaled; empty if `batch` is not the scaled
-    one.
+    """Return a sentence which says that the batch of the model file was scaled for the strategy.
+
+    The sentence is empty if `batch` is the batch of the model file, or is not the result of `scale_batch`.
     """
     if batch == model_batch or batch != scale_batch(model_batch, parallelism):
         return ""
@@ -459,7 +462,7 @@ _SHARDING_FLAGS: dict[Sharding, dict[str, object]] = {
 
 
 def _parse_sharding(flags: Flags) -> Sharding:
-    """Return the sharding that the flags choose."""
+    """Return the sharding (ZeRO or FSDP) that the flags choose, or `Sharding.NONE`."""
     if flags.has("--use-torch-fsdp2"):
         return Sharding.FSDP2
     if flags.has("--use-megatron-fsdp") or flags.has("--use-custom-fsdp"):
@@ -472,7 +475,14 @@ def _parse_sharding(flags: Flags) -> Sharding:
 
 
 def _parse_grammar(text: str, devices: int, expert_tensor: int) -> Parallelism:
-    """Return the parallelism of a strategy; `devices` is used if it names no degrees (`zero1`)."""
+    """Return the parallelism that the name of a strategy means.
+
+    `devices` counts only where the name leaves the number of ranks open: a sharding alone, such as `zero1`, and
+    experts without a DP in the name.
+
+    Raises:
+        StrategyError: The name is not in the grammar.
+    """
     scheduled_pipeline = _parse_scheduled_pipeline(text)
     if scheduled_pipeline:
         return scheduled_pipeline
@@ -499,10 +509,12 @@ def _parse_grammar(text: str, devices: int, expert_tensor: int) -> Parallelism:
 
 
 def _parse_suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
-    """Return the ETP that a strategy names, 0 if it names none, and its sharding, which may be empty.
+    """Return the ETP and the sharding that the suffixes of a strategy's name state.
+
+    The ETP is 0 and the sharding is empty if no suffix states them.
 
     Raises:
-        StrategyError: A suffix is neither, or they stand in another order.
+        StrategyError: A suffix is neither an ETP nor a sharding, or the ETP stands after the sharding.
     """
     match = _EXPERT_TENSOR.fullmatch(suffixes[0]) if suffixes else None
     sharding = "-".join(suffixes[1:] if match else suffixes)
@@ -518,11 +530,12 @@ def _parse_suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
 
 
 def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Parallelism:
-    """Return the parallelism with the DP that TP, PP and CP leave of `devices`, unless EP divides it.
+    """Return the parallelism with another DP, if only that lets the experts fit on `devices` ranks.
 
-    EP lies over the ranks of DP, of CP and, if ETP is smaller than TP, of TP. A name without DP reads EP
-    as a part of DP, which is then a multiple of EP (`sp2ep4` are 8 ranks). `sp2ep4-etp1` over 4 ranks is
-    EP 4 over TP 2 and DP 2. A name that fits either way, or no way, is returned as it is.
+    EP may extend over the ranks of DP, of CP and, if ETP is smaller than TP, of TP. A name without DP is first
+    read with a DP that is a multiple of EP: `sp2ep4` needs 8 ranks. The other reading takes DP from the devices:
+    `sp2ep4-etp1` on 4 ranks is EP 4 over TP 2 and DP 2. This reading is chosen only if its DP is no multiple
+    of EP. Otherwise the parallelism is returned unchanged.
     """
     model_ranks = parallelism.tensor * parallelism.pipeline * parallelism.context
     if devices < 1 or devices % model_ranks:
@@ -534,7 +547,13 @@ def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Paralleli
 
 
 def _parse_scheduled_pipeline(text: str) -> Parallelism | None:
-    """Return the pipeline that a name such as `gpipe2` means; None if the name is not of this form."""
+    """Return the parallelism that a name such as `gpipe2` means.
+
+    The result is None if the name is not a schedule followed by a number of stages.
+
+    Raises:
+        StrategyError: The name has fewer than 2 stages or virtual stages.
+    """
     match = _SCHEDULED.fullmatch(text)
     if match is None:
         return None
@@ -587,8 +606,9 @@ def _explain_unknown_strategy(text: str) -> str:
 
 
 def _explain_inner_sharding(product: str) -> str:
-    """Return an error sentence with the right spelling of `zero3tp2`, whose sharding is a factor;
-    empty for other products.
+    """Return an error sentence for a name such as `zero3tp2`, whose sharding stands among the sizes.
+
+    The sentence has the right spelling. It is empty for other names.
     """
     sharding = next((Sharding(name) for name in _SHARDED if name in product), Sharding.NONE)
     product_without_sharding = product.replace(sharding, "", 1) if sharding else ""

@@ -49,7 +49,11 @@ def dataset_problems(dataset: Dataset, use: DatasetUse) -> Iterator[str]:
 
 
 def _vocabulary_problems(dataset: Dataset, use: DatasetUse) -> Iterator[str]:
-    """Yield why the tokens of a data set are not those of the model."""
+    """Yield a sentence if the data set was made with another vocabulary than the model has.
+
+    Without a manifest the vocabulary is unknown. A sentence is then yielded only if a sample of the tokens has an id
+    outside the model's vocabulary.
+    """
     vocabulary = dataset.vocabulary
     largest = largest_token(dataset) if vocabulary is None else 0
     fits = use.takes_smaller_vocabulary and (vocabulary or 0) <= use.vocabulary
@@ -67,7 +71,9 @@ def _vocabulary_problems(dataset: Dataset, use: DatasetUse) -> Iterator[str]:
 
 
 def _split_problems(dataset: Dataset, use: DatasetUse) -> Iterator[str]:
-    """Yield why Megatron cannot divide the data set as `--split` asks."""
+    """Yield a sentence for each reason why the run cannot use the parts into which `--split` divides the data
+    set.
+    """
     split, length, evaluates = use.split, use.seq_length, use.eval_iterations > 0
     try:
         parts = divide_into_parts(dataset, split)

@@ -182,9 +182,9 @@ class Dataset:
 
     @property
     def _current_manifest(self) -> Manifest | None:
-        """The manifest; None if there is none, or if a file was written after the manifest.
+        """The manifest, or None if there is none or if `.idx` or `.bin` was written after it.
 
-        Another tool may have replaced the files. Their counts can still be those of the manifest.
+        A later file may come from another tool, even if its counts agree with the manifest.
         """
         if self.manifest is None:
             return None
@@ -446,8 +446,8 @@ def write_manifest(
 def largest_token(dataset: Dataset, sample: int = 1 << 20) -> int:
     """Return the largest token id among about `sample` tokens, or -1 if the data set has no tokens.
 
-    The tokens come from `_NUM_SAMPLES` ranges that are spread evenly over the `.bin`. They are all tokens if
-    the data set has no more than `sample`. So a vocabulary that is too small is noticed without a manifest.
+    The tokens come from `_NUM_SAMPLES` ranges that are spread evenly over the `.bin`. The check finds most
+    vocabularies that are too small, also without a manifest.
     """
     if dataset.tokens == 0:
         return -1
@@ -478,7 +478,7 @@ def _read_header(path: Path) -> tuple[str, int, int]:
 
 
 def _check_sizes(dataset: Dataset) -> int:
-    """Check the sizes of the `.idx` and the `.bin` against the index; return the data set's tokens.
+    """Check the sizes of the `.idx` and the `.bin`, and return the number of tokens of the data set.
 
     Raises:
         DatasetError: A file has another size, or the last document does not end at the last sequence.

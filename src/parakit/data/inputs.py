@@ -25,7 +25,7 @@ TEXT_SUFFIX = ".txt"
 def find_default_hub_cache(name: str) -> Path | None:
     """Return the folder of the hub's default cache if it holds files of the data set `name`, else None.
 
-    It is also None if the user has named a cache (HUB_CACHES), which the hub's client then uses instead.
+    The result is also None if the user has named another cache in an environment variable of HUB_CACHES.
     """
     if any(os.environ.get(variable) for variable in HUB_CACHES):
         return None

@@ -67,7 +67,9 @@ def join_datasets(datasets: Sequence[Dataset], prefix: Path, identity: RunIdenti
 
 
 def _join_tokens(datasets: Sequence[Dataset], path: Path) -> list[ShardHash]:
-    """Write the tokens of all data sets to one `.bin`; return size and hash of each data set's shard.
+    """Write the tokens of all data sets to one `.bin`, and return one shard per data set.
+
+    A shard has the number of tokens and the hash of the `.bin` from its start to the shard's end.
 
     Raises:
         DatasetError: The hash of a data set's tokens differs from its manifest.

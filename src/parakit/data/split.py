@@ -160,8 +160,9 @@ def usable_split(dataset: Dataset, seq_length: int, evaluates: bool = True) -> s
 
 
 def usable_split_flags(dataset: Dataset, seq_length: int, evaluates: bool) -> tuple[str, ...]:
-    """Return a `--split` that works for a small data set; empty if no split works. If the split has no
-    validation part, `--eval-iters 0` is added.
+    """Return the flags of a `--split` that works for a small data set.
+
+    The result is empty if no split works. If the split has no validation part, `--eval-iters 0` is added.
     """
     split = usable_split(dataset, seq_length, evaluates)
     if split is None:

@@ -84,7 +84,10 @@ def measure_dataset(dataset: Dataset) -> Stats:
 
 
 def describe_counts(dataset: Dataset, stats: Stats) -> Iterator[str]:
-    """Yield one line per count of the data set, in two columns; a figure that is not known says so."""
+    """Yield one line per count of the data set, in two columns: name and value.
+
+    A value that needs a manifest is given as unknown if there is no manifest.
+    """
     tokenizer = dataset.manifest.identity.tokenizer if dataset.manifest else "unknown"
     yield f"{dataset.prefix}: {dataset.dtype}, tokenizer {tokenizer}"
     yield f"documents         {stats.documents:,} ({stats.empty_documents:,} empty)"
@@ -130,10 +133,13 @@ def describe_draws(draws: Sequence[Draw], seq_length: int, steps: int) -> Iterat
 
 
 def text_histogram(counts: Sequence[int]) -> list[str]:
-    """Return one line per bin with label, bar and count; empty if no bin has a document.
+    """Return one line per bin of a histogram, with label, bar and count.
 
-    Empty bins before the first and after the last filled bin are left out. `counts` has the number of
-    documents per bin, as in `Stats.length_histogram`.
+    Empty bins before the first and after the last filled bin are left out. The list is empty if no bin has a
+    document.
+
+    Args:
+        counts: Number of documents per bin, as in `Stats.length_histogram`.
     """
     filled_bins = [bin_ for bin_, count in enumerate(counts) if count]
     if not filled_bins:

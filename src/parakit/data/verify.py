@@ -60,7 +60,10 @@ def verify_dataset(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
 
 
 def _describe_passed_check(dataset: Dataset, vocabulary: int | None) -> str:
-    """Return the sentences on what a sound data set was checked for; a vocabulary of None is unknown."""
+    """Return the sentences that say which checks a sound data set has passed, and its counts.
+
+    A vocabulary of None means that it is unknown, so that token ids were not checked.
+    """
     if dataset.manifest:
         scope = "every byte agrees with the manifest's sha256, and the structure is sound"
     else:
@@ -84,10 +87,10 @@ def find_index_faults(dataset: Dataset) -> list[str]:
 
 
 def find_common_end_token(dataset: Dataset) -> int | None:
-    """Return the token that ends every sequence that is not empty; None if they end in several tokens.
+    """Return the token with which all sequences end, or None if they end with different tokens.
 
-    If preprocessing appended an end-of-document token, that token is returned. A data set without tokens
-    gives None.
+    This is the end-of-document token if preprocessing appended one. Empty sequences are ignored. A data set
+    without tokens gives None.
     """
     if not dataset.tokens:
         return None
@@ -123,11 +126,11 @@ def _check_pointers(dataset: Dataset) -> Iterator[str]:
 
 
 def _check_boundaries(dataset: Dataset) -> Iterator[str]:
-    """Yield a sentence if the document boundaries do not start at 0, and on the first wrong document.
+    """Yield a sentence if the first document boundary is not 0, and a sentence on the first wrong document.
 
-    Boundaries must never decrease; `open_dataset` has already checked the last boundary. If one token ends
-    every sequence, that token is the end-of-document token, and a document must not hold several
-    sequences. Megatron would not notice boundaries that were altered but never decrease.
+    A document is wrong if its boundaries decrease. It is also wrong if it holds several sequences although one
+    token ends every sequence, because that token is then the end-of-document token. Megatron would not notice
+    such a document. `open_dataset` has already checked the last boundary.
     """
     first_boundary = dataset.boundaries[0]
     if first_boundary != 0:

@@ -37,10 +37,10 @@ def _all_gather_object(gathered: list[Any], item: Any, _: Any = None, **__: Any)
 
 
 def _build_converter(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.nn.Module]]:
-    """Return a replacement of `Module.half` or `Module.bfloat16`, the methods that convert a module's dtype.
+    """Return the function that replaces `Module.half` or `Module.bfloat16` by a method for fake tensors.
 
-    torch swaps fake parameters in place, which fails if a weak reference to them exists. The replacement creates new
-    parameters with the attributes that Megatron set on the old ones.
+    torch's own methods swap fake parameters in place, which fails if a weak reference to a parameter exists. The
+    replacement creates new parameters. It copies the attributes that Megatron set on the old parameters.
     """
 
     def convert(model: torch.nn.Module) -> torch.nn.Module:
@@ -60,7 +60,7 @@ def _build_converter(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.
 
 
 def _fuse_adam(original: Callable[..., None]) -> Callable[..., None]:
-    """Return the initialiser of AdamW with `fused=True` as default."""
+    """Return an `__init__` of AdamW that calls `original` with `fused=True`, unless the caller sets `fused`."""
 
     @functools.wraps(original)
     def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -75,7 +75,10 @@ def _dropout_in_one_kernel(
     training: bool = True,
     inplace: bool = False,  # noqa: ARG001 - torch's signature
 ) -> torch.Tensor:
-    """Return `input` after dropout by the operator that stores its mask in one byte per element."""
+    """Apply dropout with torch's operator that stores the mask in one byte per element.
+
+    Outside training, or if `p` is 0, `input` itself is returned.
+    """
     return torch.native_dropout(input, p, training)[0] if training and p else input
 
 
@@ -91,7 +94,7 @@ class _RmsNorm(torch.autograd.Function):
         weight: torch.Tensor,
         eps: float | None,
     ) -> torch.Tensor:
-        """Return the norm by `rms_norm`, torch's own function."""
+        """Return RMSNorm of `input`, computed by torch's `rms_norm`, and store input and weight for backward."""
         ctx.save_for_backward(input, weight)
         ctx.recompute = lambda x, w: rms_norm(x, shape, w, eps)
         return rms_norm(input, shape, weight, eps)
@@ -129,7 +132,10 @@ def _split_into_copies(mixed: torch.Tensor, dim: int, sizes: Sequence[int]) -> t
 
 
 def _disable_fp8_by_default(original: Callable[..., None]) -> Callable[..., None]:
-    """Return the initialiser of CheckpointWithoutOutput, for which a false `fp8` becomes None."""
+    """Return an `__init__` of CheckpointWithoutOutput that passes None to `original` if `fp8` is False.
+
+    Megatron takes any other value than None to mean that FP8 is on.
+    """
 
     @functools.wraps(original)
     def init(checkpoint: Any, fp8: bool | None = None) -> None:
@@ -146,7 +152,10 @@ def even_loads(routed: int, experts: int) -> np.ndarray[Any, np.dtype[np.int64]]
 
 
 def _route_evenly(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a replacement of the dispatcher's `preprocess` with even routing, because the router's output is fake."""
+    """Return a replacement of the dispatcher's `preprocess` that sends equally many tokens to all experts.
+
+    In a dry run the output of the router is a fake tensor, from which no numbers of tokens can be read.
+    """
 
     @functools.wraps(original)
     def preprocess(dispatcher: Any, routing_map: Any) -> Any:
@@ -259,17 +268,21 @@ FAKE_PATCHES = tuple(
 
 
 class AnswerForContents(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Mode in which Megatron reads from tensors without contents what a healthy iteration would have.
+    """Mode that answers with a fixed number when Megatron reads a number from a tensor without contents.
 
-    Booleans are False: Megatron asks whether losses and gradients are NaN or infinite. Floats are 0: they are overflow
-    flags and sums such as the gradient norm. Integers are 1: they are votes and counts, such as whether all ranks made
-    the update, and the tokens of a loss.
+    The numbers are those of a healthy iteration. Booleans are False, because Megatron asks whether losses and
+    gradients are NaN or infinite. Floats are 0: they are overflow flags and sums such as the gradient norm. Integers
+    are 1: they are votes of all ranks and counts of tokens.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operator, and return a number if it would read a number from a tensor."""
+        """Run an operator, and return its result.
+
+        If the operator reads a number from a tensor without contents, the result is False, 0.0 or 1, by the tensor's
+        dtype.
+        """
         try:
             return func(*args, **(kwargs or {}))
         except DataDependentOutputException:

@@ -34,7 +34,10 @@ ENTRY = ROOT / "examples" / "gpt3" / "pretrain_gpt.py"
 
 
 def prepare() -> ModuleType:
-    """Patch torch and Megatron, import everything once, and return the module of the entry."""
+    """Patch torch and Megatron, import everything that a job needs, and return the module of the training script.
+
+    Processes that are forked later need no further imports.
+    """
     context = find_context(ENTRY, "cpu")
     apply_patches((*PATCHES, *FAKE_PATCHES), context)
     # Fake tensors load this module at their first use. Loaded here, every fork has it.
@@ -46,9 +49,9 @@ def prepare() -> ModuleType:
 
 
 def run_rank(entry: ModuleType, job: RankJob) -> RankReport:
-    """Run one iteration as one rank of the job's world and return its report.
+    """Run one training iteration as the job's rank, on fake tensors, and return the rank's report.
 
-    The environment and `sys.argv` of this process become those of the rank.
+    The environment and `sys.argv` of this process become those of the rank, and more patches are applied.
     """
     started = time.monotonic()
     os.environ |= {
@@ -70,9 +73,10 @@ def _fake_data(
     _: Any,
     vp_stage: int | None = None,  # noqa: ARG001 - Megatron asks for it by name
 ) -> tuple[Iterator[dict[str, torch.Tensor]], None, None]:
-    """Return endless training data without contents, in place of the entry's data sets.
+    """Return endless training data without contents, and no validation and test data.
 
-    The function also tells Megatron to train, which rank 0 would broadcast.
+    This function replaces `build_datasets` of the training script. It also sets Megatron's `do_train`, which rank 0
+    would broadcast in a real run.
     """
     from megatron.training import get_args
 
@@ -81,7 +85,7 @@ def _fake_data(
     batch, length = arguments.micro_batch_size, arguments.seq_length
 
     def batches() -> Iterator[dict[str, torch.Tensor]]:
-        """Yield micro batches like those of GPTDataset: tensors of [micro batch, sequence]."""
+        """Yield micro batches without end, with the tensors, shapes and types of Megatron's GPTDataset."""
         while True:
             yield {
                 "tokens": torch.zeros(batch, length, dtype=torch.int64),
@@ -112,8 +116,8 @@ class IterationWatch:
     def report(self, seconds: float) -> RankReport:
         """Return the report of the iteration, which took `seconds`.
 
-        The report has the calls from `train_step` to the end of logging, as a real run counts them. It has the
-        live bytes at the moment of the peak. It also has the largest number of micro batches in flight.
+        The report has the collective calls from `train_step` to the end of logging, as a real run counts them. It
+        has the live bytes at the peak, and the largest number of micro batches in flight.
         """
         steps = {"forward-compute": 1, "backward-compute": -1}
         assert self._memory.result is not None
@@ -128,7 +132,10 @@ class IterationWatch:
         )
 
     def patch(self) -> Patch:
-        """Install the counter, and return the patch by which Megatron reports phases and ends of the iteration."""
+        """Start to count collective calls, and return a patch of Megatron.
+
+        With the patch, Megatron reports each phase and the end of the iteration to this watch.
+        """
         self._watcher.install()
         training = "megatron.training.training"
         replaced = (
@@ -143,7 +150,7 @@ class IterationWatch:
         return Patch("dry_run_ledger", reason, lambda context: True, replaced)
 
     def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `train_step` with counting around it."""
+        """Return a `train_step` that calls `original` and counts its calls and live bytes."""
 
         @functools.wraps(original)
         def train_step(

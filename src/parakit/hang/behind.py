@@ -24,7 +24,7 @@ FEWEST_CALLS_BEHIND = 2
 
 @dataclass(frozen=True)
 class RankBehind:
-    """A rank that entered collectives which its peers completed and it did not."""
+    """A rank whose device is behind: the rank entered collectives that only its peers have completed."""
 
     rank: int
     first_call: RecordedCall
@@ -36,10 +36,11 @@ class RankBehind:
 
 
 def find_ranks_behind(waits: Waits) -> list[RankBehind]:
-    """Return the ranks that completed fewer NCCL calls than their peers, sorted; empty if there are none.
+    """Return the ranks that completed at least FEWEST_CALLS_BEHIND fewer NCCL calls than their peers, sorted.
 
-    Only collectives count that every rank of the group entered. A rank that is behind by a single call is left
-    out, because a call with a wrong size on another rank looks the same.
+    The list is empty if there is no such rank. Only collectives count that every rank of the group entered. A
+    rank that is behind by a single call is left out, because a call with a wrong size on another rank looks the
+    same.
     """
     calls_by_rank: dict[int, list[tuple[RecordedCall, tuple[int, ...]]]] = {}
     for rank, call, peers in _calls_completed_by_peers(waits):
@@ -56,7 +57,7 @@ def find_ranks_behind(waits: Waits) -> list[RankBehind]:
 def _calls_completed_by_peers(
     waits: Waits,
 ) -> Iterator[tuple[int, RecordedCall, tuple[int, ...]]]:
-    """Yield each rank, a collective that it entered and did not complete, and the peers that did."""
+    """Yield each rank with a collective that it did not complete, and the peers that completed this collective."""
     evidence = waits.evidence
     for group, call in waits.unfinished_collectives:
         if not group.is_whole or call.operation not in OPERATIONS_OF_ALL_RANKS:

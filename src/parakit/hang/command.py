@@ -14,9 +14,9 @@ from parakit.hang.page import render_page
 
 
 def why_hang(dumps: Sequence[str], json: bool = False, page: str | None = None) -> int:
-    """Print the verdict on a job, and write it as an HTML page to `page` if that is given.
+    """Print the verdict on a job. If `page` is a name, also write the verdict as an HTML page to this file.
 
-    Sentences on files that could not be read go to the standard error.
+    Sentences on files that could not be read go to stderr.
 
     Args:
         dumps: Files and folders with the evidence.

@@ -23,7 +23,7 @@ _UNPRINTED_FIELDS = ("chain", "next_step")
 
 @dataclass(frozen=True, repr=False)
 class HangDiagnosis(Presented):
-    """The verdict on a job that hangs, and the evidence that the verdict follows from."""
+    """The verdict on a job that hangs, and the evidence behind the verdict."""
 
     verdict: HangVerdict
     evidence: HangEvidence
@@ -40,7 +40,7 @@ class HangDiagnosis(Presented):
 
     @property
     def text(self) -> str:
-        """Lines for a terminal: the verdict, its kind with the next step, who waits for whom, the watchdog's line."""
+        """Lines for a terminal: the verdict, the kind of hang, the next step, the waits, and the watchdog's line."""
         verdict = self.verdict
         parts = [f"Kind: {verdict.kind}." if verdict.kind else "", verdict.next_step]
         kind = [" ".join(filter(None, parts))] if any(parts) else []

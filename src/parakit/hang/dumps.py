@@ -46,9 +46,9 @@ class UnreadableDumpError(ValueError):
 
 
 def read_dump(path: Path, evidence: RankEvidence) -> list[GroupOfRanks]:
-    """Read a dump, and set calls, progress and dump time of the rank's `evidence` in place.
+    """Read a flight recorder dump into `evidence`: set its calls, its progress and its dump time in place.
 
-    The dump time is None if it is earlier than the last call.
+    The dump time becomes None if the file's time is earlier than the last call.
 
     Returns:
         The groups that the dump describes.
@@ -94,10 +94,10 @@ def _read_groups(config: Mapping[str, Mapping[str, Any]]) -> list[GroupOfRanks]:
 
 
 def _apply_batch_ends(entries: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries of a dump with the states of batched messages filled in.
+    """Return the entries of a dump, with the state of each batched message taken from the end of its batch.
 
-    NCCL's recorder keeps each message of a batch and then the end of the batch, and only the end's state is
-    correct. Messages of a batch without an end were not sent and are left out.
+    NCCL's recorder stores the messages of a batch, and then an entry for the end of the batch. Only the last
+    entry has the correct state. Messages of a batch without an end entry were not sent, so they are left out.
     """
     completed_entries: list[dict[str, Any]] = []
     open_batches: dict[tuple[str, int], list[dict[str, Any]]] = {}
@@ -128,10 +128,10 @@ def _is_batched_message(entry: Mapping[str, Any]) -> bool:
 def _read_progress(
     status: Mapping[str, Mapping[str, Any]], groups: list[GroupOfRanks]
 ) -> dict[str, Progress]:
-    """Return NCCL's counts of collectives by group name; empty if they cannot be assigned to groups.
+    """Return NCCL's counts of collectives by group name; empty if the counts cannot be assigned to groups.
 
-    NCCL numbers the groups in its own way, but also in the order of creation. Pipeline groups are left
-    out, because NCCL counts their point-to-point messages as well.
+    NCCL has its own numbers for groups, which are in the same order as those of torch. Pipeline groups are left
+    out, because NCCL also counts their point-to-point messages.
     """
     numbered_groups = [group for group in groups if group.name.isdecimal()]
     if len(numbered_groups) != len(status):
@@ -175,10 +175,10 @@ def _read_call(entry: Mapping[str, Any]) -> RecordedCall:
 
 
 def normalise_operation(text: str) -> str:
-    """Return the name in `torch.distributed` of an operation in a dump or log.
+    """Return the name that `torch.distributed` has for an operation of a dump or log.
 
-    `ALLREDUCE` gives `all_reduce`, `_all_gather_base` gives `all_gather`. An unknown operation is returned
-    in lower case.
+    `ALLREDUCE` becomes `all_reduce`, and `_all_gather_base` becomes `all_gather`. The name of an unknown
+    operation is returned in lower case.
     """
     plain = text.strip("_").lower()
     return _OPERATIONS.get(_TENSOR_SUFFIX.sub("", plain).replace("_", ""), plain)

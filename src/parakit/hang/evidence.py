@@ -93,9 +93,9 @@ class RecordedCall:
 
 
 class Progress(NamedTuple):
-    """Numbers of the last collectives of a rank in a group, as NCCL counts them.
+    """Numbers of the last collectives that a rank entered and completed in a group, as NCCL counts them.
 
-    NCCL's dumps may leave out completed calls, and these numbers include them.
+    NCCL's dumps may leave out completed calls, but these numbers include them.
     """
 
     entered: int
@@ -169,7 +169,7 @@ class RankEvidence:
     def pending(self) -> tuple[RecordedCall, ...]:
         """Calls that the rank entered and did not complete.
 
-        A collective counts as completed if a later one of its group is.
+        A collective counts as completed if a later collective of its group is completed.
         """
         return tuple(
             call
@@ -264,7 +264,7 @@ class HangEvidence:
         return frozenset({*self.ranks, *in_groups})
 
     def name_rank(self, rank: int) -> str:
-        """Return `Rank 12 (dp 1, pp 2, tp 0)`: the rank, and its index in the groups that are known."""
+        """Return a rank's name with its index in every known group, such as `Rank 12 (dp 1, pp 2, tp 0)`."""
         indices: dict[str, int] = {}
         for group in self.groups.values():
             short_name = group_name(group.description)

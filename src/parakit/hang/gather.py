@@ -93,7 +93,7 @@ class _GatheredFiles:
 
 
 def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
-    """Return the evidence of a job from all files that hold some.
+    """Return the evidence of a job from all files in `paths` that contain evidence.
 
     Args:
         paths: Files, and folders that are read with all their subfolders.
@@ -147,9 +147,10 @@ def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
 
 
 def _drop_late_calls(ranks: Collection[RankEvidence]) -> None:
-    """Drop calls of stopped ranks that are later than the first dump of a running rank, in place.
+    """Remove, in place, calls of stopped ranks that are later than the first dump of a running rank.
 
-    The launcher continued a stopped rank only for its dump, after the dumps of the other ranks.
+    A rank that a signal had stopped made these calls because the launcher let it continue for its dump, after the
+    other ranks had written theirs.
     """
     dump_times = [evidence.dumped_ns for evidence in ranks if not evidence.is_stopped]
     first_dump_ns = min(filter(None, dump_times), default=sys.maxsize)
@@ -161,11 +162,12 @@ def _drop_late_calls(ranks: Collection[RankEvidence]) -> None:
 
 
 def _restore_waits(ranks: Collection[RankEvidence], asked_ns: int) -> None:
-    """Put the calls back to what they were when the ranks were asked for their stacks, in place.
+    """Restore, in place, the state of the calls at the time when the ranks were asked for their stacks.
 
-    The signal that asks for stacks ends some waits in C code. A rank that hung there continues, and so do the ranks
-    that waited for it. Their later calls are dropped, and the last call before counts as unfinished for each rank
-    whose stack is in a collective that a flight recorder keeps. Nothing changes if no rank made a later call.
+    The signal that asks for stacks ends some waits in C code. A rank that hung there continues, and so do the
+    ranks that waited for it. Calls after this time are removed. If a rank's stack is in a collective that a
+    flight recorder stores, the rank's last remaining call becomes unfinished. Nothing changes if no rank made a
+    call after this time.
     """
     if not any(call.created_ns > asked_ns for evidence in ranks for call in evidence.calls):
         return
@@ -177,7 +179,7 @@ def _restore_waits(ranks: Collection[RankEvidence], asked_ns: int) -> None:
 
 
 def _name_unknown_operations(ranks: Collection[RankEvidence]) -> None:
-    """Give calls of which a log has only the number the operation of another rank's call of that number, in place."""
+    """Fill in unknown operations of calls in place, with the operation of another rank's call of the same number."""
     operations = {
         (call.group, call.number): call.operation
         for evidence in ranks
@@ -194,7 +196,7 @@ def _name_unknown_operations(ranks: Collection[RankEvidence]) -> None:
 
 
 def _read_logs(gathered: _GatheredFiles) -> None:
-    """Read the logs, and add what torch and torchrun wrote to ranks without a dump, in place."""
+    """Read the logs in place: what torch and torchrun wrote completes the evidence of ranks without a dump."""
     for path in gathered.logs:
         with path.open(errors="replace") as lines:
             log = read_watchdog(lines, _find_rank_of_log(path))
@@ -229,9 +231,10 @@ def _read_logs(gathered: _GatheredFiles) -> None:
 
 
 def _find_rank_of_log(path: Path) -> int | None:
-    """Return the rank in a log's name, or in that of its folder as torchrun makes it; None if neither has one.
+    """Return the rank in a log's name, or else in the name of its folder; None if neither contains a rank.
 
-    torchrun writes `attempt_0/7/stderr.log`. On all machines but the first, 7 is the rank on the machine.
+    torchrun names files `attempt_0/7/stderr.log`. On all machines but the first, the 7 is the rank on its
+    machine.
     """
     match = _RANK.search(path.name)
     if match:
@@ -243,9 +246,10 @@ def _find_rank_of_log(path: Path) -> int | None:
 
 
 def _add_failure(gathered: _GatheredFiles, path: Path, log: WatchdogLog) -> None:
-    """Note the rank that ended by itself, if the log names one, with the reason.
+    """Record the rank that failed by itself, with the reason, if the log names such a rank.
 
-    If torch found calls that do not fit, or ranks that were absent, any rank may raise the error that follows.
+    Nothing is recorded if torch reports calls that do not fit together or ranks that were absent, because any
+    rank may raise the error that follows.
     """
     if log.compared or log.absent or log.unfinished:
         return
@@ -263,7 +267,9 @@ def _add_barrier(gathered: _GatheredFiles, absent: Sequence[int]) -> None:
 
 
 def _list_files(paths: Sequence[Path]) -> Iterator[Path]:
-    """Yield the files of all paths, sorted per folder, without files of suffixes that hold no evidence.
+    """Yield the files of all paths, sorted within each folder. Files that cannot hold evidence are left out.
+
+    The suffix of a name shows whether a file can hold evidence.
 
     Raises:
         UnreadableDumpError: A path does not exist.
@@ -278,9 +284,10 @@ def _list_files(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def _read_file(path: Path, gathered: _GatheredFiles) -> None:
-    """Read a dump, a stack or the list of stopped ranks into `gathered`, and note a log for later.
+    """Read a dump, stacks, or a note of the launcher into `gathered`; store the path of a log for later.
 
-    Other files are ignored.
+    The launcher's notes are the list of stopped ranks and the time at which ranks were asked for stacks. Other
+    files are ignored.
 
     Raises:
         OSError: The file cannot be read.
@@ -314,10 +321,10 @@ def _read_file(path: Path, gathered: _GatheredFiles) -> None:
 
 
 def _add_stacks(evidence: RankEvidence, stacks: RankStacks) -> None:
-    """Set the stack of a rank in place, and its other threads that are in a collective.
+    """Set a rank's stack in place, and the rank's other threads that are in a collective.
 
-    On a device, backward runs in a thread of autograd for which the main thread waits. The rank is then where this
-    thread is.
+    On a device, backward runs in a thread of autograd while the main thread waits for it. The stack of this
+    thread is then the rank's stack.
     """
     communicating = [
         thread
@@ -363,9 +370,9 @@ def _find_rank_in_name(path: Path) -> int:
 def _merge_groups(
     groups_of_dumps: Sequence[GroupOfRanks], ranks: Mapping[int, RankEvidence]
 ) -> dict[str, GroupOfRanks]:
-    """Return all groups by name, with the ranks that dumps and logs list or that made calls in the group.
+    """Return all groups by name, with the ranks that dumps and logs list and the ranks that made calls in the group.
 
-    Groups are marked as not whole if no dump lists them, and no log shows how many ranks they have.
+    A group is marked as not whole if no dump lists its ranks and no log shows how many there are.
     """
     groups: dict[str, GroupOfRanks] = {}
     for group in groups_of_dumps:
@@ -409,9 +416,9 @@ def _read_stage(paths: Sequence[Path], logs: Sequence[Path]) -> StepStage | None
 
 
 def _has_failed(path: Path) -> bool:
-    """Return True if `path` is in the folder of a run that crashed, and was not ended by a hang or by the user.
+    """Return True if `path` is in the folder of a run that crashed by itself.
 
-    A run that was ended because it hung gives False: its ranks are where they hung.
+    A run that the user or the hang detection ended gives False, because its ranks are where they hung.
     """
     for folder in (path, path.parent):
         with suppress(msgspec.DecodeError, OSError):
@@ -423,7 +430,10 @@ def _has_failed(path: Path) -> bool:
 
 @contextmanager
 def _limit_memory() -> Iterator[None]:
-    """Limit the process to LARGEST_MEMORY_BYTES more addresses within the block, if it has no limit."""
+    """Limit the address space of the process to LARGEST_MEMORY_BYTES more than now, within the `with` block.
+
+    A limit that exists already is not changed.
+    """
     before = resource.getrlimit(resource.RLIMIT_AS)
     if before[0] == resource.RLIM_INFINITY:
         limit = psutil.Process().memory_info().vms + LARGEST_MEMORY_BYTES

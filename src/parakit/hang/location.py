@@ -17,8 +17,8 @@ from parakit.hang.waits import Waits
 def locate_call(evidence: HangEvidence, call: RecordedCall) -> StepPlace:
     """Return the location in the training step at which a call was made.
 
-    Layer and micro batch are counted from the calls that the same rank made before. If no rank's recorded calls
-    contain this very object, the location is only that of the call's stack frames.
+    The layer and the micro batch are found by counting the earlier calls of the rank that made the call. If no
+    rank's recorded calls contain `call` itself, the location is only that of the call's stack frames.
     """
     for state in evidence.ranks.values():
         # Ranks make equal calls, so the call itself is searched and not an equal one.
@@ -29,9 +29,10 @@ def locate_call(evidence: HangEvidence, call: RecordedCall) -> StepPlace:
 
 
 def locate_rank(waits: Waits, rank: int) -> StepPlace:
-    """Return where in the step a rank is, by its stack or by the call that usually follows its last one.
+    """Return where in the step a rank is.
 
-    The second way is taken if the rank has no stack or its stack names no module.
+    The rank's stack shows it. If the rank has no stack, or the stack names no module, the location is that of the
+    call that usually follows the rank's last call.
     """
     state = waits.evidence.get_rank(rank)
     location = locate_frames(state.stack)
@@ -46,10 +47,10 @@ def locate_rank(waits: Waits, rank: int) -> StepPlace:
 
 
 def locate_departure(evidence: HangEvidence, departure: Departure) -> StepPlace:
-    """Return where in the step the call was made that a rank repeated or left out.
+    """Return where in the step a rank repeated a call or left one out.
 
-    If the call is one of several equal calls in a row, and these belong to different modules, only the
-    location that the call's frames name is returned.
+    If the call is one of several equal calls in a row from different modules, only the location in the call's
+    stack frames is returned.
     """
     calls_before, wrong_call = departure.calls_before, departure.wrong_call
     location = _locate_next_call(evidence, calls_before, wrong_call)

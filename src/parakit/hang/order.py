@@ -40,7 +40,10 @@ CollectiveKey = tuple[str, int]
 
 @dataclass(frozen=True)
 class Departure:
-    """A call that no rank ever made after the calls before it, and the call that usually follows them."""
+    """A rank's departure from the usual order of calls: the call that it made, and the call that usually follows.
+
+    No rank ever made this call after the same calls before.
+    """
 
     rank: int
     call: RecordedCall
@@ -55,7 +58,7 @@ class Departure:
 
 @dataclass(frozen=True)
 class CallMismatch:
-    """Calls of two ranks that have one number in one group and do not fit together."""
+    """Calls of two ranks that have the same number in the same group and cannot be one collective."""
 
     group: GroupOfRanks
     first: tuple[int, RecordedCall]
@@ -76,7 +79,7 @@ class CallMismatch:
 
 
 class _Deviation(NamedTuple):
-    """A call that never followed its context, and where the usual call followed that context."""
+    """A call of a rank that never followed the calls before it, and the position of the call that usually did."""
 
     position: int
     """Index of the call in the rank's sequence."""
@@ -86,9 +89,10 @@ class _Deviation(NamedTuple):
 
 
 def find_mismatch(evidence: HangEvidence) -> CallMismatch | None:
-    """Return the earliest pair of calls that do not fit in operation, size or dtype; None if all fit.
+    """Return the earliest pair of calls that differ in operation, size or dtype; None if all calls fit together.
 
-    Calls that torch itself compared and found to differ come first. Calls of a group without a name are not compared.
+    Calls that torch itself compared and found to differ come first. Calls in groups without a name are not
+    compared.
     """
     if evidence.compared:
         first, second = sorted(evidence.compared[0], key=lambda rank_and_call: rank_and_call[0])
@@ -121,10 +125,10 @@ def _find_mismatch_in_group(
 
 
 def find_departure(evidence: HangEvidence, ranks: Iterable[int]) -> Departure | None:
-    """Return the departure of the only rank of `ranks` that left the usual order of calls.
+    """Return the departure from the usual order of calls, if exactly one rank of `ranks` left this order.
 
-    Only calls after the last collective that all ranks completed are searched. None means that no rank
-    or several ranks left the order, or that the calls of some rank are missing.
+    Only calls after the last collective that all ranks completed are searched. None means that no rank or several
+    ranks left the order, or that calls of a rank are missing.
     """
     ranks_with_calls = [rank for rank in evidence.ranks if evidence.get_rank(rank).calls]
     ranks_counted = [rank for rank in evidence.ranks if evidence.get_rank(rank).is_only_counted]
@@ -147,9 +151,9 @@ def find_departure(evidence: HangEvidence, ranks: Iterable[int]) -> Departure | 
 def _index_short_contexts(
     sequences: Mapping[int, CallSequence],
 ) -> dict[tuple[int, ...], list[tuple[int, int]]]:
-    """Return the places at which each short context occurs, as pairs of a rank and an index in its sequence.
+    """Return where each short sequence of calls occurs, as pairs of a rank and an index.
 
-    A key of the result is the numbers of SHORTEST_CONTEXT calls and of the call after them, whose index is stored.
+    A key is the numbers of SHORTEST_CONTEXT calls and of the next call. The index is that of the next call.
     """
     positions: dict[tuple[int, ...], list[tuple[int, int]]] = {}
     for rank, sequence in sequences.items():
@@ -194,7 +198,7 @@ def _did_another_rank(
 def _make_departure(
     rank: int, calls: tuple[RecordedCall, ...], sequence: CallSequence, deviation: _Deviation
 ) -> Departure:
-    """Return the departure that a deviation is: either the rank repeated a call, or it left out the usual call."""
+    """Return a deviation as a departure, which states whether the rank repeated a call or left one out."""
     index, usual_index, _ = deviation
     is_equal_to_previous = sequence[index] == sequence[index - 1]
     is_repeated = is_equal_to_previous and not _was_call_left_out(sequence, index, usual_index)
@@ -213,9 +217,10 @@ def _make_departure(
 
 
 def follow_usual_order(evidence: HangEvidence, ranks: Iterable[int]) -> bool:
-    """Return True if every call of `ranks` since the last common collective is usual for its rank.
+    """Return True if every rank of `ranks` made only usual calls since the last collective that all completed.
 
-    A rank without enough calls before gives False.
+    A call is usual if the rank made it before after the same calls. A rank with too few earlier calls gives
+    False.
     """
     sequences = _number_calls(evidence, ranks)
     completed_by_all = _find_collectives_completed_by_all(evidence, sequences)
@@ -241,11 +246,11 @@ def follow_usual_order(evidence: HangEvidence, ranks: Iterable[int]) -> bool:
 def find_usual_next_call(
     evidence: HangEvidence, rank: int, other_ranks: Iterable[int]
 ) -> RecordedCall | None:
-    """Return the call that a rank would usually make next, judged by earlier calls of this rank and others.
+    """Return the call that a rank would usually make next, by earlier calls of this rank and `other_ranks`.
 
-    The earlier calls are searched for the longest sequence that is equal to the rank's last calls, and the call
-    after that sequence is returned. Of several longest sequences, the last one counts. None means that no sequence of
-    SHORTEST_CONTEXT or more calls is equal.
+    The earlier calls are searched for the longest sequence that equals the rank's last calls. The call after this
+    sequence is returned. If several sequences are equally long, the latest is used. None means that no sequence
+    of at least SHORTEST_CONTEXT calls is equal.
     """
     sequences = _number_calls(evidence, {rank, *other_ranks})
     sequence = sequences[rank]
@@ -265,11 +270,11 @@ def find_usual_next_call(
 def _find_collectives_completed_by_all(
     evidence: HangEvidence, sequences: Mapping[int, CallSequence]
 ) -> set[CollectiveKey]:
-    """Return the collectives of all ranks that all of them made and completed, in the same order.
+    """Return the collectives of all ranks that every rank completed, in the same order.
 
-    Of equal calls in a row only the first counts, because ranks may be one call apart in the others. If
-    another rank left no calls, a collective must not be the last of its group, nor the first of its
-    signature, because a failed call counts as completed, too.
+    Of equal calls in a row only the first is returned, because the ranks may be one call apart in the others. If
+    another rank left no calls, a collective is left out if it is the last of its group or the first of its
+    signature, because a failed call also counts as completed.
     """
     first_of_row = {
         rank: _find_first_calls_of_rows(evidence.get_rank(rank).calls, sequence)
@@ -309,7 +314,7 @@ def _find_collectives_completed_by_all(
 def _find_first_calls_of_rows(
     calls: Sequence[RecordedCall], sequence: CallSequence
 ) -> set[CollectiveKey]:
-    """Return the calls that differ from the call before them, by group and number."""
+    """Return each call that differs from the call before it, as group and number."""
     return {
         (call.group, call.number)
         for index, call in enumerate(calls)
@@ -327,7 +332,7 @@ def _count_calls_up_to_last(calls: Sequence[RecordedCall], collectives: Set[Coll
 
 
 def _number_calls(evidence: HangEvidence, ranks: Iterable[int]) -> dict[int, list[int]]:
-    """Return the calls of each rank as numbers, equal for calls of equal signature on all ranks."""
+    """Return the calls of each rank as numbers. Calls with equal signatures have equal numbers on all ranks."""
     numbers: dict[Signature, int] = {}
     return {
         rank: [
@@ -343,9 +348,9 @@ _NAMES_IN_LOGS = {"barrier": "all_reduce", "all_reduce_barrier": "all_reduce"}
 
 
 def _fit_together(first: RecordedCall, second: RecordedCall) -> bool:
-    """Return True if two ranks' calls can be one collective.
+    """Return True if two ranks' calls can be the same collective.
 
-    A call from a log has no dtype, and perhaps no operation or size. What is unknown fits.
+    A call from a log has no dtype, and sometimes no operation or size. Unknown values count as equal.
     """
     if UNKNOWN_OPERATION in (first.operation, second.operation):
         return True
@@ -368,10 +373,10 @@ def _count_elements(call: RecordedCall) -> int:
 
 
 def _find_deviations(sequence: CallSequence, start: int) -> Iterator[_Deviation]:
-    """Yield the calls from `start` on that never followed the longest context they have in common.
+    """Yield the calls from index `start` on that never followed the longest context that occurred before.
 
-    A call is compared with the calls that followed the longest context before. The latest of these is the
-    usual call.
+    A context is the calls directly before a call. Each call is compared with the calls that followed the same
+    context before, and the latest of those is the usual call.
     """
     indices_by_context: dict[tuple[int, ...], list[int]] = {}
     context_lengths: dict[int, int] = {}

@@ -31,7 +31,7 @@ class TimelineCell(NamedTuple):
 
 
 class TimelineTable(NamedTuple):
-    """The last calls of a group. A column shows the call that most ranks made under its number."""
+    """Table of a group's last calls. Each column shows the call that most ranks made under one number."""
 
     title: str
     columns: list[tuple[RecordedCall, StepPlace]]
@@ -44,9 +44,10 @@ class TimelineTable(NamedTuple):
 
 
 def render_page(evidence: HangEvidence, verdict: HangVerdict) -> str:
-    """Return the HTML page. Groups in which a rank waits come first, then groups with a named rank.
+    """Return the verdict as an HTML page that loads nothing from the network.
 
-    At most SHOWN_GROUPS groups are shown. The page loads nothing from the network.
+    Groups in which a rank waits come first, then groups with a culprit or suspect. At most SHOWN_GROUPS groups
+    are shown.
     """
     groups_with_waits = {call.group for state in evidence.ranks.values() for call in state.pending}
     named_ranks = {*verdict.culprits, *verdict.suspects}
@@ -88,7 +89,7 @@ def _make_table(
 ) -> TimelineTable:
     """Return the table of a group's last SHOWN_CALLS calls.
 
-    At most SHOWN_RANKS ranks have a row, culprits and suspects among them.
+    At most SHOWN_RANKS ranks have a row. Culprits and suspects are chosen first.
     """
     calls_by_rank = _collect_calls(evidence, group)
     numbers = {number for calls in calls_by_rank.values() for number in calls}
@@ -120,7 +121,10 @@ def _make_table(
 def _find_usual_call(
     calls_by_rank: Mapping[int, Mapping[int, RecordedCall]], number: int, culprits: Sequence[int]
 ) -> RecordedCall:
-    """Return the call that most ranks made under a number. Culprits count only if no other rank made it."""
+    """Return the call that most ranks made under a number.
+
+    Calls of `culprits` are used only if no other rank made a call under this number.
+    """
     calls = {rank: calls[number] for rank, calls in calls_by_rank.items() if number in calls}
     trusted_calls = [call for rank, call in calls.items() if rank not in culprits]
     counts = Counter(call.signature for call in trusted_calls or calls.values())
@@ -131,7 +135,11 @@ def _find_usual_call(
 def _make_cell(
     state: RankEvidence, calls: Mapping[int, RecordedCall], usual_call: RecordedCall
 ) -> TimelineCell:
-    """Return the state of a rank in the call of a column."""
+    """Return a rank's cell in the column of `usual_call`.
+
+    The cell shows that the call is done, that the rank waits in it, that the rank made another call, or that the
+    rank has not entered it. The cell is empty if this is not known.
+    """
     call = calls.get(usual_call.number)
     if call is None:
         is_absent = state.is_known and max(calls, default=-1) < usual_call.number

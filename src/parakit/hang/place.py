@@ -108,7 +108,7 @@ _MODULES_OF_LAYERS = ("mlp", "self_attention")
 
 @dataclass(frozen=True)
 class StepPlace:
-    """A location in the training step; fields that are not known are empty or None."""
+    """A location in the training step. An unknown field is empty or None."""
 
     part: str = ""
     module: str = ""
@@ -146,7 +146,7 @@ def locate_frames(frames: Sequence[Frame]) -> StepPlace:
 
 
 def is_outside_training(frames: Sequence[Frame]) -> bool:
-    """Return True if a stack is in start-up, or in the training loop outside of what it calls per iteration.
+    """Return True if a stack is in start-up, or in the training loop and not in a step of an iteration.
 
     Building data sets and loading a checkpoint belong to start-up.
     """
@@ -156,7 +156,7 @@ def is_outside_training(frames: Sequence[Frame]) -> bool:
 
 
 def _find_part(frames: Sequence[Frame]) -> str:
-    """Return the part of the step that a stack is in, by its functions, else by its files; empty if unknown."""
+    """Return the part of the step that a stack is in, found by function names or else by files; empty if unknown."""
     # torch's Module.train only sets a mode.
     functions = {
         frame.function.rpartition(".")[2]
@@ -173,9 +173,10 @@ def _find_part(frames: Sequence[Frame]) -> str:
 
 
 def _describe_line(frames: Sequence[Frame]) -> str:
-    """Return the innermost line outside of torch and other libraries, and Megatron's line that called it.
+    """Return the innermost source line outside of torch and other libraries, and Megatron's line that called it.
 
-    If a stack has lines of libraries alone, the innermost one outside of torch is returned; empty if there is none.
+    If all lines are in libraries, the innermost line outside of torch is returned. The text is empty if there is
+    none.
     """
     frames_outside_torch = [frame for frame in frames if "/torch/" not in frame.file]
     shown_frames = [frame for frame in frames_outside_torch if not _is_of_library(frame.file)]
@@ -201,7 +202,7 @@ def _is_of_megatron(file: str) -> bool:
 
 
 def _is_of_library(file: str) -> bool:
-    """Return True if a file is of a library, of Python or of this kit, and not of Megatron or the user.
+    """Return True if a file belongs to a library, to Python or to this kit; False for Megatron and the user's code.
 
     py-spy leaves out the folder of Python's own modules: `/threading.py`, `/multiprocessing/queues.py`.
     """
@@ -219,11 +220,11 @@ def _is_of_library(file: str) -> bool:
 def locate_call_in_step(
     calls: Sequence[RecordedCall], index: int, stage: StepStage | None
 ) -> StepPlace:
-    """Return where in the step the call at `index` of a rank's calls was made.
+    """Return the location in the training step of the call at `index` in a rank's calls.
 
-    Layer and micro batch are found by counting if `stage` is known. Every layer makes the same number of
-    calls from one place in the code in every micro batch; the iteration before shows that number. Backward
-    begins with the last layer.
+    If `stage` is known, the layer and the micro batch are found by counting calls from the same place in the
+    code. Every layer makes equally many such calls in every micro batch, and earlier iterations show how many.
+    Layers of backward are counted from the last layer.
     """
     call = calls[index]
     location = locate_frames(call.frames)
@@ -252,10 +253,11 @@ def locate_call_in_step(
 
 
 def _count_calls_by_iteration(calls: Sequence[RecordedCall], index: int) -> tuple[int, int]:
-    """Return how many calls came from the place in the code of the call at `index`.
+    """Return how often the code place of the call at `index` made a call, in this and in earlier iterations.
 
-    The first number is that of the call's own iteration up to the call, the second the largest of all
-    iterations before (0 if there are none). The optimizer's step ends an iteration.
+    The first number counts the calls of the current iteration, up to and including the call at `index`. The
+    second number is the largest count of an earlier iteration, or 0 without one. The optimizer's step ends an
+    iteration.
     """
     code_place = _find_code_place(calls[index])
     counts = [0]
@@ -268,7 +270,7 @@ def _count_calls_by_iteration(calls: Sequence[RecordedCall], index: int) -> tupl
 
 
 def _find_code_place(call: RecordedCall) -> tuple[object, ...]:
-    """Return group, operation and the frames of a call up to `forward_step` or `backward_step`.
+    """Return a key for the code place of a call: group, operation, and frames up to `forward_step` or `backward_step`.
 
     Frames further out are left out, because Megatron calls the last micro batch from another line.
     """
@@ -278,10 +280,10 @@ def _find_code_place(call: RecordedCall) -> tuple[object, ...]:
 
 
 def _list_modules_of_backward(group: str, num_calls: int, num_layers: int) -> list[str]:
-    """Return the module of each call that one place in backward makes per micro batch, in order.
+    """Return the module of each call that one code place in backward makes per micro batch, in order.
 
-    Frames of backward name no module. In tensor parallelism the calls of the output layer come first, then
-    those of each layer's MLP and attention. The list is empty if the modules are not known.
+    The frames of backward name no module, so the usual order in tensor parallelism is returned: first the output
+    layer, then the MLP and the attention of each layer. The list is empty if `num_calls` does not fit this order.
 
     Args:
         group: Megatron's short name of the group, such as `tp`.

@@ -23,7 +23,7 @@ FEWEST_ITERATIONS = 4
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank whose iterations have more seconds outside of communication than those of its peers."""
+    """A rank that spends more time outside of communication per iteration than its peers."""
 
     rank: int
     own_seconds: float
@@ -44,10 +44,10 @@ class SlowRank:
 
 
 def find_slow_rank(folder: Path) -> SlowRank | None:
-    """Return the rank that slows the iterations of a run by more than LEAST_SLOWDOWN; None if no rank does.
+    """Return the rank that slows a run's iterations by more than LEAST_SLOWDOWN; None if no rank does.
 
-    Ranks of one pipeline stage are compared, because they have equal work. The result is also None if the run
-    folder has no times, or times of fewer than FEWEST_ITERATIONS iterations.
+    Ranks of one pipeline stage are compared with each other, because they have equal work. None is also returned
+    if the run folder has no times, or times of fewer than FEWEST_ITERATIONS iterations.
     """
     try:
         spec = read_run(folder).spec
@@ -65,7 +65,7 @@ def find_slow_rank(folder: Path) -> SlowRank | None:
 
 
 def _find_slowest(ranks: list[RankTime]) -> SlowRank | None:
-    """Return the rank with most seconds outside of communication; None for a single rank or too few iterations."""
+    """Return the rank that spends most time outside of communication; None for a single rank or too few iterations."""
     has_times = all(
         len(rank.processor_seconds) >= FEWEST_ITERATIONS and rank.iteration_seconds > 0
         for rank in ranks

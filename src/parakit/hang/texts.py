@@ -31,11 +31,11 @@ class RankStacks(NamedTuple):
 
 
 def read_stacks(text: str) -> RankStacks:
-    """Return the stacks of a rank's threads, innermost frames first.
+    """Return the stacks of a rank's threads, with the innermost frame first.
 
-    faulthandler writes the main thread last, and py-spy (text or JSON) calls it MainThread. py-spy's text
-    leaves out the folder that Python imported from, so its paths get a leading slash here: packages are
-    then recognised as `/torch/` and `/megatron/` in every folder.
+    The main thread is the last one that faulthandler writes, and the one that py-spy calls MainThread. py-spy's
+    text leaves out the folder that Python imported from. Its paths get a leading slash here, so that the packages
+    `/torch/` and `/megatron/` are recognised.
     """
     threads = _read_json_threads(text) if text[:1] == "[" else _read_text_threads(text)
     threads_with_frames = [thread for thread in threads if thread.frames]

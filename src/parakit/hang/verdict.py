@@ -114,7 +114,10 @@ _STEP_AT_LINE = (
 
 @dataclass(frozen=True)
 class HangVerdict:
-    """Verdict on a job: who stopped, who waits, and where. `JSON=1` prints all fields but the last two."""
+    """Verdict on a job: which ranks stopped, which ranks wait, and where.
+
+    `JSON=1` prints all fields but the last two.
+    """
 
     verdict: HangOutcome
     sentence: str
@@ -135,7 +138,7 @@ class HangVerdict:
 
 
 def judge_hang(evidence: HangEvidence) -> HangVerdict:
-    """Return the verdict on a job that hangs, or on one that a failed call ended."""
+    """Return the verdict on a job that hangs, or on a job that a failed call ended."""
     waits = find_waits(evidence)
     stopped_ranks = [rank for rank, state in evidence.ranks.items() if state.is_stopped]
     if stopped_ranks:
@@ -161,7 +164,7 @@ def judge_hang(evidence: HangEvidence) -> HangVerdict:
 
 
 def _judge_failed_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
-    """Return the verdict that names ranks that ended by themselves, by the log, and left nothing else."""
+    """Return a verdict that names `ranks`: their logs report that they ended by themselves."""
     evidence = waits.evidence
     sentences = []
     for rank in ranks:
@@ -182,10 +185,10 @@ def _judge_failed_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
 
 
 def _judge_stuck_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
-    """Return the verdict on ranks whose watchdog was blocked and that reported nothing else.
+    """Return the verdict on ranks whose watchdog was blocked and that left no other evidence.
 
-    A single rank is named if other ranks wait in calls. Several ranks are suspects, because an end by the watchdog
-    of another rank blocks watchdogs, too.
+    A single such rank is the culprit if other ranks wait in calls. Otherwise the ranks are suspects, because
+    watchdogs are also blocked when another rank's watchdog ends the job.
     """
     is_decided = len(ranks) == 1 and bool(waits.ranks_in_calls)
     names = format_ranks(ranks)
@@ -204,10 +207,10 @@ def _judge_stuck_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
 
 
 def _judge_failed_job(waits: Waits) -> HangVerdict:
-    """Return the verdict on a job that a failure ended: which rank left the usual order of calls.
+    """Return the verdict on a job that a failed call ended.
 
-    If no rank did, the only rank without recorded calls is named, provided that all other ranks made
-    their usual calls. Otherwise the verdict is undecided.
+    The culprit is the rank that left the usual order of calls. If no rank did, it is the only rank without
+    recorded calls, provided that all other ranks made their usual calls. Otherwise the verdict is undecided.
     """
     evidence = waits.evidence
     departure = find_departure(evidence, evidence.ranks)
@@ -234,7 +237,10 @@ def _judge_failed_job(waits: Waits) -> HangVerdict:
 
 
 def _judge_waits(waits: Waits) -> HangVerdict:
-    """Return the verdict on a job in which ranks wait, from the graph of waits and its roots."""
+    """Return the verdict on a job with waiting ranks, from the graph of waits and the roots of this graph.
+
+    Roots are ranks that others wait for and that wait for nobody, or cycles of ranks that wait for each other.
+    """
     roots = waits.roots
     ranks_behind = find_ranks_behind(waits)
     if not ranks_behind and len(roots) == 1 and len(roots[0]) > 1:
@@ -260,7 +266,7 @@ def _judge_waits(waits: Waits) -> HangVerdict:
 
 
 def _find_ranks_that_wait_for_network(waits: Waits) -> set[int]:
-    """Return the ranks in a collective that their whole group entered and in which nobody awaits them."""
+    """Return the ranks in an unfinished collective that all its ranks entered and in which nobody waits for them."""
     awaited = {
         (wait.awaited_rank, wait.call.group, wait.call.number)
         for waits_of_rank in waits.waits_by_rank.values()
@@ -281,7 +287,7 @@ def _find_ranks_that_wait_for_network(waits: Waits) -> set[int]:
 def _judge_ranks_behind(
     waits: Waits, ranks_behind: Sequence[RankBehind], roots: Sequence[int]
 ) -> HangVerdict:
-    """Return the verdict that names the ranks whose device is behind, and other roots that stopped."""
+    """Return a verdict that names the ranks whose devices are behind, and other ranks that stopped."""
     evidence = waits.evidence
     behind = [rank_behind.rank for rank_behind in ranks_behind]
     other_roots = sorted({*roots} - {*behind})
@@ -303,7 +309,7 @@ def _judge_ranks_behind(
 
 
 def _describe_rank_behind(waits: Waits, behind: RankBehind) -> str:
-    """Return the sentences on which call the rank did not complete, and how many calls it is behind."""
+    """Return sentences on the call that a rank did not complete, and on the number of calls that it is behind."""
     evidence, call = waits.evidence, behind.first_call
     group = evidence.groups[call.group]
     sentences = [
@@ -318,9 +324,9 @@ def _describe_rank_behind(waits: Waits, behind: RankBehind) -> str:
 
 
 def _find_silent_ranks(waits: Waits) -> list[int]:
-    """Return the ranks that are in no call and made none for longer than usual before their dump.
+    """Return the ranks that are in no call and, before their dump, made no call for longer than a usual pause.
 
-    Such a rank has stopped even if nobody waits for it yet.
+    Such a rank has stopped, even if no rank waits for it yet.
     """
     allowed_seconds = _find_usual_pause_seconds(waits.evidence)
     silent_ranks = []
@@ -335,11 +341,11 @@ def _find_silent_ranks(waits: Waits) -> list[int]:
 
 
 def _find_usual_pause_seconds(evidence: HangEvidence) -> float:
-    """Return the longest pause in seconds that is no sign of a hang; at least QUIET_SECONDS.
+    """Return the longest pause between calls, in seconds, that is not a sign of a hang; at least QUIET_SECONDS.
 
-    The result is USUAL_PAUSES times the longest pause that came before calls of one signature at least
-    twice, and at most MOST_EXTRA_SECONDS more than this pause. Pauses of start-up come once, so the longest pause
-    of each signature is left out.
+    The result is USUAL_PAUSES times the longest pause that occurred at least twice before calls of one signature.
+    It exceeds this pause by at most MOST_EXTRA_SECONDS. The longest pause of each signature is ignored, because
+    pauses of start-up occur once.
     """
     longest_pause = 0.0
     for state in evidence.ranks.values():
@@ -354,10 +360,10 @@ def _find_usual_pause_seconds(evidence: HangEvidence) -> float:
 
 
 def _judge_job_at_work(waits: Waits) -> HangVerdict | None:
-    """Return the verdict on a job that may still work, because it shows no waiting ranks.
+    """Return the verdict on a job that may still work, because it shows no waiting ranks; None if it may hang.
 
-    The verdict is SLOW if ranks made calls just before the dumps, and no hang or undecided if no rank is in a call.
-    None means that ranks wait in calls, or that a watchdog reported a timeout.
+    The verdict is SLOW if ranks made calls just before the dumps. If no rank is in a call, the verdict is that
+    there is no hang, or undecided. None means that ranks wait in calls, or that a watchdog reported a timeout.
     """
     if waits.evidence.timed_out:
         return None
@@ -368,7 +374,7 @@ def _judge_job_at_work(waits: Waits) -> HangVerdict | None:
 
 
 def _judge_recent_calls(evidence: HangEvidence) -> HangVerdict | None:
-    """Return the verdict SLOW if the last call before the dumps is no older than a usual pause."""
+    """Return the verdict SLOW if the last call before the dumps is recent, within a usual pause; otherwise None."""
     states = evidence.ranks.values()
     dump_times = [state.dumped_ns for state in states if state.dumped_ns and state.calls]
     if not dump_times:
@@ -388,7 +394,7 @@ def _judge_recent_calls(evidence: HangEvidence) -> HangVerdict | None:
 
 
 def _judge_completed_calls(evidence: HangEvidence) -> HangVerdict:
-    """Return the verdict on a job in which no rank is in a call: no hang, or undecided."""
+    """Return the verdict on a job in which no rank is in a call: there is no hang, or it is undecided."""
     states = evidence.ranks.values()
     if all(state.calls and not state.stack for state in states):
         # Ranks of the same groups that completed everything have the same last calls.
@@ -403,13 +409,14 @@ def _judge_completed_calls(evidence: HangEvidence) -> HangVerdict:
 
 
 def _judge_roots(waits: Waits, roots: Sequence[int]) -> HangVerdict:
-    """Return the verdict on roots, which are ranks that others wait for.
+    """Return the verdict on roots: the ranks that other ranks wait for.
 
-    Roots that left evidence are the culprits, and roots that left none are then suspects. If a root with
-    evidence may itself wait in a call that nothing recorded, there is no culprit, and all roots are suspects
-    (or the verdict is on pipeline communication, if all roots are in it). If no root left evidence, a single
-    root is the culprit, and several roots are suspects. A single root is a suspect, too, if only lines of a log
-    show that others wait for it, because its own lines may be missing.
+    Roots with evidence are the culprits, and roots without evidence are then suspects. If a root with evidence
+    may itself wait in an unrecorded call, all roots are suspects (or the verdict is on pipeline communication, if
+    all roots are in it).
+
+    If no root left evidence, a single root is the culprit, and several roots are suspects. A single root is also
+    only a suspect if nothing but a log shows that others wait for it, because its own lines may be missing.
     """
     ranks = sorted(set(roots))
     known_ranks = [rank for rank in ranks if waits.evidence.get_rank(rank).is_known]
@@ -443,7 +450,7 @@ def _are_waits_only_reported(waits: Waits, roots: Sequence[int]) -> bool:
 
 
 def _describe_unknown_roots(waits: Waits, roots: Sequence[int]) -> str:
-    """Return the sentences on several ranks, or one, that left nothing and that other ranks wait for."""
+    """Return sentences on one or several ranks that left no evidence although other ranks wait for them."""
     names = format_ranks(roots).capitalize()
     waits_for_roots = waits.direct_waits_for(roots)
     calls = {describe_wait_call(waits.evidence, wait) for wait in waits_for_roots}
@@ -466,7 +473,7 @@ def _may_wait_unrecorded(waits: Waits, rank: int) -> bool:
 
 
 def _describe_root(waits: Waits, rank: int) -> str:
-    """Return the sentences on one root: what it did not do, where it is, and how many ranks wait."""
+    """Return sentences on a root: the call that it missed, where it is, and how many ranks wait for it."""
     state = waits.evidence.get_rank(rank)
     sentences = [
         _describe_missed_call(waits, state),
@@ -477,7 +484,10 @@ def _describe_root(waits: Waits, rank: int) -> str:
 
 
 def _describe_missed_call(waits: Waits, state: RankEvidence) -> str:
-    """Return the sentence on the call in which others wait for the rank, or that the rank stopped."""
+    """Return a sentence on the call in which other ranks wait for this rank.
+
+    If no rank waits for it, the sentence says only that the rank stopped.
+    """
     evidence = waits.evidence
     subject = evidence.name_rank(state.rank)
     waits_for_rank = waits.direct_waits_for([state.rank])
@@ -505,7 +515,10 @@ def _describe_missed_call(waits: Waits, state: RankEvidence) -> str:
 
 
 def _describe_location(waits: Waits, state: RankEvidence) -> str:
-    """Return the sentence on where a rank is, by its stack or its last call; empty if neither says it."""
+    """Return a sentence on where a rank is, by its stack or its last call.
+
+    For a rank without any evidence the sentence says so. It is empty if the evidence does not show the location.
+    """
     if state.stack and (location := locate_rank(waits, state.rank)).line:
         return f"Rank {state.rank} is in {location}."
     if state.calls:
@@ -517,7 +530,7 @@ def _describe_location(waits: Waits, state: RankEvidence) -> str:
 
 
 def _count_waiting_ranks(waits: Waits, root: int) -> str:
-    """Return the sentence on how many ranks wait for `root`, and in how many groups; empty if none."""
+    """Return a sentence on how many ranks wait for `root`, and in how many groups; empty if no rank waits."""
     waiting_ranks = waits.ranks_waiting_for([root])
     if not waiting_ranks:
         return ""
@@ -535,8 +548,8 @@ def _count_waiting_ranks(waits: Waits, root: int) -> str:
 def _judge_mismatch(waits: Waits, mismatch: CallMismatch) -> HangVerdict:
     """Return the verdict on two ranks that made different calls under one number of their group.
 
-    The culprit is the rank that left the usual order of calls, else the only rank of its group with
-    another call. If neither is known, both ranks are suspects.
+    The culprit is the rank that left the usual order of calls. If there is none, it is the only rank of the group
+    with a different call. Otherwise both ranks are suspects.
     """
     evidence = waits.evidence
     (rank, call), (other_rank, other_call) = mismatch.first, mismatch.second
@@ -574,10 +587,10 @@ def _describe_number(call: RecordedCall) -> str:
 
 
 def _find_only_rank_that_differs(evidence: HangEvidence, mismatch: CallMismatch) -> int | None:
-    """Return the one rank of three or more whose call differs from the equal calls of all others.
+    """Return the only rank whose call differs, if at least two other ranks made equal calls.
 
-    None means that there is no such rank, or that not all ranks of the group are known. Of calls that torch
-    compared, the rank is returned that differs from two or more ranks with equal calls.
+    None means that there is no such rank, or that not all ranks of the group are known. If torch compared the
+    calls, only the pairs that it reported are used.
     """
     if evidence.compared:
         return _find_rank_in_all_pairs(evidence.compared)
@@ -597,7 +610,10 @@ def _find_only_rank_that_differs(evidence: HangEvidence, mismatch: CallMismatch)
 
 
 def _find_rank_in_all_pairs(pairs: Sequence[ComparedCalls]) -> int | None:
-    """Return the only rank that is in all pairs of different calls; None if its peers are one rank or differ."""
+    """Return the only rank that is in every pair of different calls.
+
+    None means that there is no such rank, that it has a single peer, or that the calls of its peers differ.
+    """
     ranks_in_all = set.intersection(*({rank for rank, _ in pair} for pair in pairs))
     if len(ranks_in_all) != 1:
         return None
@@ -610,7 +626,8 @@ def _find_rank_in_all_pairs(pairs: Sequence[ComparedCalls]) -> int | None:
 def _judge_cycle(waits: Waits, cycle: tuple[int, ...]) -> HangVerdict:
     """Return the verdict on ranks that wait for each other in a cycle.
 
-    The culprit is the rank that left the usual order of calls; if there is none, all are suspects.
+    The culprit is the rank that left the usual order of calls. If there is none, all ranks of the cycle are
+    suspects.
     """
     waits_in_cycle = [
         wait for rank in cycle for wait in waits.waits_by_rank[rank] if wait.awaited_rank in cycle
@@ -632,7 +649,10 @@ def _judge_cycle(waits: Waits, cycle: tuple[int, ...]) -> HangVerdict:
 
 
 def _judge_departure(waits: Waits, departure: Departure, next_sentence: str = "") -> HangVerdict:
-    """Return the verdict on the rank that left the usual order of calls; `next_sentence` follows it."""
+    """Return the verdict on the rank that left the usual order of calls.
+
+    `next_sentence` is appended to the verdict's sentence.
+    """
     usual_call = departure.usual
     usual = f"{usual_call.operation} of {usual_call.description or 'its group'}"
     return _make_verdict(
@@ -647,7 +667,12 @@ def _judge_departure(waits: Waits, departure: Departure, next_sentence: str = ""
 
 
 def _judge_without_roots(waits: Waits) -> HangVerdict:
-    """Return the verdict on a job in which ranks wait but no rank is known to be waited for."""
+    """Return the verdict on a job in which ranks wait and the evidence names no rank that they wait for.
+
+    The causes are tried in this order: a call that only some ranks completed, a collective that all ranks
+    entered, pipeline communication, two threads in collectives, and a single rank outside of all calls. If none
+    fits, the ranks outside of calls are suspects.
+    """
     evidence = waits.evidence
     verdict_on_call = _judge_partly_completed_call(waits)
     if verdict_on_call:
@@ -691,7 +716,7 @@ def _judge_without_roots(waits: Waits) -> HangVerdict:
 
 
 def _judge_threads(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
-    """Return the verdict on ranks in which the main thread and another thread are in collectives at once."""
+    """Return the verdict on ranks whose main thread and another thread are in collectives at the same time."""
     threads = [
         (rank, thread)
         for rank in ranks
@@ -711,7 +736,7 @@ def _judge_threads(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
 
 
 def _judge_uncompleted_call(waits: Waits, group: GroupOfRanks, call: RecordedCall) -> HangVerdict:
-    """Return the verdict on a collective that its whole group entered and not all ranks completed."""
+    """Return the verdict on a collective that all ranks of the group entered and at least one did not complete."""
     ranks_that_completed = _find_ranks_that_completed(waits.evidence, group, call)
     who = f"only {format_ranks(ranks_that_completed)}" if ranks_that_completed else "nobody"
     return _make_verdict(
@@ -725,10 +750,10 @@ def _judge_uncompleted_call(waits: Waits, group: GroupOfRanks, call: RecordedCal
 
 
 def _judge_partly_completed_call(waits: Waits) -> HangVerdict | None:
-    """Return the verdict on a call that some ranks of the group completed and others did not; None if there is none.
+    """Return the verdict on a call that only some ranks of the group completed; None if there is no such call.
 
-    All ranks of the group are suspects. The verdict's sentence lists the number of calls that each of them
-    entered in this group.
+    All ranks of the group are suspects. The verdict's sentence states how many calls each rank entered in this
+    group.
     """
     evidence = waits.evidence
     # In a log the lines of some ranks may be missing, so that it looks as if a call was awaited from them.
@@ -758,7 +783,7 @@ def _describe_partly_completed_call(
     call: RecordedCall,
     ranks_that_completed: Sequence[int],
 ) -> str:
-    """Return the sentences on a call that only some ranks completed, and on how far apart the ranks are."""
+    """Return sentences on a call that only some ranks completed, and on how many calls apart the ranks are."""
     other_ranks = [
         rank
         for rank in group.ranks
@@ -796,7 +821,7 @@ def _find_ranks_that_completed(
 
 
 def _judge_pipeline_communication(waits: Waits) -> HangVerdict:
-    """Return the verdict on pipeline stages that communicate with each other and do not complete it."""
+    """Return the verdict on pipeline stages whose communication with each other does not end."""
     ranks = waits.ranks_in_pipeline_communication
     return _make_verdict(
         waits,
@@ -823,7 +848,7 @@ def _make_verdict(
     location: StepPlace | None = None,
     next_step: str = "",
 ) -> HangVerdict:
-    """Return a verdict, with the waiting ranks, group, call, module and chain from the graph of waits.
+    """Return a verdict. Waiting ranks, group, call, module and the chain of waits come from the graph of waits.
 
     Args:
         call: The call that the verdict is about; by default the earliest call in which others wait for
@@ -865,9 +890,9 @@ def _make_verdict(
 def _choose_next_step(
     evidence: HangEvidence, culprits: Sequence[int], kind: HangKind | None
 ) -> str:
-    """Return the sentence on what to look at next; empty if the kind of hang is unknown.
+    """Return a sentence on what to look at next; empty if the kind of hang is unknown.
 
-    If the evidence has the stacks of all culprits, they are not asked for again.
+    The sentence does not ask for the culprits' stacks if the evidence has them.
     """
     stacks = [evidence.get_rank(rank).stack for rank in culprits]
     if kind is not HangKind.NEVER_ENTERED or not stacks or not all(stacks):
@@ -886,7 +911,7 @@ def _find_module(
     *,
     is_pipeline_communication: bool,
 ) -> str | None:
-    """Return the module of `location`, else of the first culprit, else of the call; None if unknown.
+    """Return the module at `location`, or that of the first culprit, or that of the call; None if unknown.
 
     Pipeline communication without a recorded call gives PIPELINE_EXCHANGE if no location is known.
     """
@@ -903,8 +928,8 @@ def _find_module(
 def _describe_chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
     """Return one line per call in which ranks wait: the waiting ranks, the awaited ranks, and the call.
 
-    Calls in which a rank waits for one of `roots` come first. At most SHOWN_WAITS lines are returned, without a note
-    on the others.
+    Calls in which a rank waits for one of `roots` come first. At most SHOWN_WAITS lines are returned, and no line
+    mentions the others.
     """
     waits_by_call: dict[str, list[Wait]] = {}
     for waits_of_rank in waits.waits_by_rank.values():

@@ -72,7 +72,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Waits:
-    """The graph of waiting ranks of one job."""
+    """The graph of waiting ranks in one job: which rank waits for which other rank, and in which call."""
 
     evidence: HangEvidence
     waits_by_rank: Mapping[int, tuple[Wait, ...]]
@@ -86,7 +86,7 @@ class Waits:
 
     @property
     def roots(self) -> list[tuple[int, ...]]:
-        """Return the causes: first single ranks that wait for nobody, then cycles of ranks."""
+        """Ranks that cause the waits: first single ranks that wait for nobody, then cycles of ranks."""
         awaited_ranks = {
             wait.awaited_rank for waits in self.waits_by_rank.values() for wait in waits
         }
@@ -118,7 +118,10 @@ class Waits:
         return reached - set(roots)
 
     def direct_waits_for(self, roots: Iterable[int]) -> list[Wait]:
-        """Return the direct waits for `roots` by time of call; waits without a call come first."""
+        """Return the waits of ranks that wait directly for `roots`, ordered by the time of the call.
+
+        Waits without a recorded call come first.
+        """
         awaited_ranks = set(roots)
         waits = [
             wait
@@ -129,7 +132,7 @@ class Waits:
         return sorted(waits, key=lambda wait: wait.call.created_ns if wait.call else 0)
 
     def _follow_to_cycle(self, start: int, ranks: set[int]) -> tuple[int, ...]:
-        """Follow waits within `ranks` from `start` until a rank repeats; return that cycle, sorted."""
+        """Follow waits within `ranks` from `start` until a rank repeats; return the ranks of this cycle, sorted."""
         path = [start]
         while True:
             next_rank = next(
@@ -143,7 +146,7 @@ class Waits:
 
 
 def find_waits(evidence: HangEvidence) -> Waits:
-    """Build the graph from the evidence of all ranks."""
+    """Build the graph of waits from the evidence of all ranks."""
     waits_by_rank: dict[int, tuple[Wait, ...]] = {}
     ranks_in_calls: set[int] = set()
     ranks_in_exchange: set[int] = set()
@@ -212,10 +215,10 @@ def is_in_recorded_collective(stack: Sequence[Frame]) -> bool:
 
 
 def _waits_of_failed_call(evidence: HangEvidence, rank_evidence: RankEvidence) -> dict[int, Wait]:
-    """Return the rank's wait for each lost peer, by the peer's rank, if an exception is ending the rank.
+    """Return a rank's waits for its lost peers, by peer; empty if no exception is ending the rank.
 
-    The exception comes from the rank's last call, which is recorded as completed. The lost peers are the ranks in
-    the group of that call that recorded no call at all. The result is empty if no exception is ending the rank.
+    The exception comes from the rank's last call, which is recorded as completed. Lost peers are the ranks of
+    this call's group that recorded no call at all.
     """
     is_raising = any(frame.function == EXCEPTION_HOOK for frame in rank_evidence.stack)
     if not is_raising or not rank_evidence.calls:
@@ -229,7 +232,7 @@ def _waits_of_failed_call(evidence: HangEvidence, rank_evidence: RankEvidence) -
 def _awaited_in_call(
     evidence: HangEvidence, rank: int, call: RecordedCall, group: GroupOfRanks
 ) -> tuple[int, ...]:
-    """Return the ranks that `rank` waits for in this unfinished call; empty if all have entered it."""
+    """Return the ranks that `rank` waits for in this unfinished call; empty if none is missing."""
     if not call.is_point_to_point:
         peers = (peer for peer in group.ranks if peer != rank)
         return tuple(peer for peer in peers if _must_be_awaited(evidence.get_rank(peer), call))
@@ -245,10 +248,10 @@ def _awaited_in_call(
 
 
 def _must_be_awaited(peer: RankEvidence, call: RecordedCall) -> bool:
-    """Return True if others must wait for `peer` in this collective.
+    """Return True if other ranks must wait for `peer` in this collective.
 
-    The peer must be awaited if it has not entered the call. It must also be awaited if its device lags behind:
-    the waiting rank's device has begun the call, and the peer's device has begun none of its pending calls.
+    This is so if `peer` has not entered the call. It is also so if the device of `peer` lags behind: the waiting
+    rank's device has begun the call, and the device of `peer` has begun none of its pending calls.
     """
     # A signal stopped the peer's process. It was continued only to write its dump, so a call in that
     # dump may have been entered after the job had already hung.
@@ -264,7 +267,7 @@ def _must_be_awaited(peer: RankEvidence, call: RecordedCall) -> bool:
 
 
 def _pipeline_neighbours(evidence: HangEvidence, rank_evidence: RankEvidence) -> tuple[int, ...]:
-    """Return the ranks of the stages that the rank communicates with, by its stack; empty if none."""
+    """Return the ranks of the stages that a rank communicates with, by its stack; empty if there are none."""
     if rank_evidence.is_stopped or not is_in_collective(rank_evidence.stack):
         return ()
     functions = {

@@ -98,7 +98,7 @@ _BEGINS_LINE = re.compile(r"\[(?:rank|RANK |E |W |I )|terminate called|\s*what\(
 
 
 class ReportedTimeout(NamedTuple):
-    """A timeout of one rank's call that NCCL's watchdog reports."""
+    """A timed-out call of one rank, as NCCL's watchdog reports it."""
 
     rank: int
     call: RecordedCall
@@ -110,7 +110,7 @@ class ReportedTimeout(NamedTuple):
 
 @dataclass
 class WatchdogLog:
-    """Calls and counts that torch wrote into a log after ranks had waited too long, or before it ended them."""
+    """Calls and counts that torch wrote into a log when ranks had waited too long, or before it ended them."""
 
     timeouts: list[ReportedTimeout] = field(default_factory=list)
     """Calls that timed out; no call is listed twice."""
@@ -136,11 +136,11 @@ class WatchdogLog:
 
 
 def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> WatchdogLog:
-    """Return what torch 1.12 and later report of calls that timed out, do not fit, or were never entered.
+    """Return what a log of torch 1.12 or later reports about calls that timed out, do not fit, or were never entered.
 
-    The rank of a line is in its prefix, or is the rank in the group if the group is that of all ranks;
-    otherwise it is `rank_of_file`. torch before 2.2 writes no prefix: then the rank within the unknown
-    group is taken, and `is_rank_uncertain` is set. Lines of an unknown rank are left out.
+    The rank of a line is in its prefix. If the prefix names only the rank in a group, this rank is used for the
+    group of all ranks, and `rank_of_file` for other groups. torch before 2.2 writes no prefix: the rank within
+    the unknown group is then used, and `is_rank_uncertain` is set. Lines of an unknown rank are left out.
 
     Args:
         lines: Lines of the log.
@@ -155,7 +155,8 @@ def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> Watc
 def _join_wrapped_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines that torch wrote about calls. A line that a terminal wrapped is yielded in one piece.
 
-    At most MOST_WRAPPED_LINES lines are joined to a line, and none that begins with a rank's prefix.
+    At most MOST_WRAPPED_LINES lines are appended to a line. A line that begins with a rank's prefix is never
+    appended.
     """
     wrapped, num_joined = "", 0
     for raw_line in lines:
@@ -180,7 +181,10 @@ def _join_wrapped_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _is_complete(line: str) -> bool:
-    """Return True if the line has the end of the report that it begins."""
+    """Return True if a report that begins in this line also ends in it, so that the line was not cut off.
+
+    A line in which no known report begins also gives True.
+    """
     if "Watchdog caught" in line:
         return _TIMEOUT_END.search(line) is not None
     if _TERMINATED in line:
@@ -194,7 +198,7 @@ def _is_complete(line: str) -> bool:
 
 @dataclass(frozen=True)
 class _Speaker:
-    """The rank that a line is of, and its group as far as the line names it."""
+    """The rank that wrote a line, and its group as far as the line names the group."""
 
     rank: int
     rank_in_group: int
@@ -213,7 +217,7 @@ class _SpokenLine(NamedTuple):
 
 
 class _DesyncEntry(NamedTuple):
-    """A statement of torch's report on a group: ranks that started or finished a collective, or came to none."""
+    """A statement in torch's report on a group: ranks that started, finished or never entered a collective."""
 
     reporter: _Speaker
     ranks: tuple[int, ...]
@@ -224,7 +228,7 @@ class _DesyncEntry(NamedTuple):
 
 
 class _LogReader:
-    """Reader of one log, line by line. `finish` returns the content."""
+    """Reader of one log. `feed` gets the log line by line, and `finish` returns the result."""
 
     def __init__(self, rank_of_file: int | None) -> None:
         self._rank_of_file = rank_of_file
@@ -237,7 +241,7 @@ class _LogReader:
         self._inconsistent: dict[int, RecordedCall] = {}
 
     def feed(self, line: str) -> None:
-        """Read one line, which may be about several things."""
+        """Read one line and store the report that it contains, if there is one."""
         if _REPORT_OF_MISMATCH in line:
             self._feed_mismatch(line)
         elif barrier := _BARRIER.search(line):
@@ -252,7 +256,7 @@ class _LogReader:
             self._feed_desync(line)
 
     def finish(self) -> WatchdogLog:
-        """Return the content of all lines, with a group for each line."""
+        """Return everything that the lines report, with each call assigned to a group."""
         log = self._log
         namer = _GroupNamer([*self._timeouts, *self._counts])
         log.timeouts = list(_join_timeouts(self._timeouts, self._counts, namer))
@@ -272,16 +276,19 @@ class _LogReader:
         return log
 
     def _feed_barrier(self, barrier: re.Match[str]) -> None:
-        """Note the ranks that are absent from a monitored barrier of all ranks.
+        """Store the ranks that are absent from a monitored barrier of all ranks.
 
-        Another rank 0 than that of all ranks leads the barrier of a smaller group.
+        A barrier whose leader is not rank 0 of the job belongs to a smaller group and is ignored.
         """
         if barrier["rank"] in (None, "0"):
             self._log.is_rank_uncertain |= barrier["rank"] is None
             self._log.absent += [int(rank) for rank in barrier["absent"].split(",")]
 
     def _feed_mismatch(self, line: str) -> None:
-        """Note the calls that torch compared. Ranks are counted within the group, which the prefix can show."""
+        """Store the calls that torch compared and found different.
+
+        torch counts the ranks within the group, and only the line's prefix can show the ranks of the job.
+        """
         match = _MISMATCH.search(line)
         if match is None or match["rank"] not in (None, match["rank1"]):
             return
@@ -293,7 +300,7 @@ class _LogReader:
             self._inconsistent.setdefault(*first)
 
     def _feed_desync(self, line: str) -> None:
-        """Read a line of torch's report on the ranks of a group, which follows the timeout of one of them."""
+        """Read a line of the report on a group's ranks that torch writes after one of them timed out."""
         if heading := _SNAPSHOT_HEADING.match(line):
             self._snapshot_number = int(heading["number"])
             return
@@ -320,7 +327,7 @@ class _LogReader:
             self._desync.append(entry)
 
     def _add_desync(self, namer: _GroupNamer) -> None:
-        """Add the states of ranks that torch's reports on their group list, and mark the group as whole."""
+        """Add the states of ranks that torch's reports on groups list, and mark these groups as whole."""
         for entry in self._desync:
             group = namer.name_group(entry.reporter, None)
             namer.add_ranks(group, entry.ranks)
@@ -343,7 +350,7 @@ class _LogReader:
     def _add_stuck_ranks(self) -> None:
         """Add the ranks whose watchdog was blocked before any call timed out.
 
-        After a timeout the watchdog ends the process, which can block it, too.
+        A block after a timeout does not count, because the watchdog then ends the process, which can block it, too.
         """
         times_of_timeouts = [
             _read_time(line.match.string) for line in self._timeouts + self._counts
@@ -358,10 +365,10 @@ class _LogReader:
                 self._log.stuck.append(line.speaker.rank)
 
     def _assign_rank(self, match: re.Match[str]) -> list[_SpokenLine]:
-        """Return a list of the line with its rank; empty if the rank is not known.
+        """Return a list with the line and its rank; empty if the rank is not known.
 
-        If the line names neither a global rank nor a group, and the file belongs to no rank, the rank within the
-        unknown group is taken, and `is_rank_uncertain` is set.
+        If the line names neither a rank of the job nor a group, and the file belongs to no rank, the rank within the
+        unknown group is used, and `is_rank_uncertain` is set.
         """
         number_in_group = int(match["rank_in_group"] or match["rank_in_unknown_group"])
         has_group = match["rank_in_group"] is not None
@@ -386,10 +393,10 @@ class _LogReader:
 
 
 class _GroupNamer:
-    """Names of the groups of a log's lines, and the ranks that these groups have for certain.
+    """Names of the groups in a log's lines, and the ranks that these groups have for certain.
 
-    A rank whose number in the group is its number in the job proves that all lower ranks are in the group, too,
-    because torch sorts the ranks of a group.
+    torch sorts the ranks of a group. So if a rank has the same number in a group as in the job, all lower ranks
+    are in the group, too.
     """
 
     def __init__(self, spoken_lines: Sequence[_SpokenLine]) -> None:
@@ -411,7 +418,10 @@ class _GroupNamer:
             self._add_speaker(self.name_group(speaker, number), speaker)
 
     def name_group(self, speaker: _Speaker, number: int | None) -> str:
-        """Return the group of a line. `number` is that of the line's call; None if it has none."""
+        """Return the name of a line's group; `unknown to rank N` if it cannot be determined.
+
+        `number` is the number of the line's call, or None if the line has no number.
+        """
         if speaker.group is not None:
             return self._name_known_group(speaker)
         if number is not None and (speaker.rank, number) in self._group_by_call:
@@ -430,9 +440,10 @@ class _GroupNamer:
         self._whole.add(group)
 
     def list_groups(self, timeouts: Iterable[ReportedTimeout]) -> list[GroupOfRanks]:
-        """Return the groups with the ranks that they have for certain, whole if their size is known, too.
+        """Return the groups, each with the ranks that it has for certain.
 
-        An all-gather and a reduce-scatter show the size: its output or input is as many times the other.
+        A group is marked as whole if its size is also known. The sizes of an all-gather or a reduce-scatter show it,
+        because one of output and input is as many times larger than the other.
         """
         for timeout in timeouts:
             ranks = self._ranks.get(timeout.call.group, set())
@@ -462,10 +473,10 @@ class _GroupNamer:
         self._ranks.setdefault(group, set()).update(ranks)
 
     def _find_group_of_others(self, spoken_lines: Sequence[_SpokenLine]) -> str | None:
-        """Return the group of lines that name none; None if it may be several.
+        """Return the group to which lines without a group's name belong; None if it may be one of several.
 
-        It is the only group that other lines name, else a group without a name. The numbers of the calls must be
-        close to each other, and without prefixes all ranks must be in one call.
+        It is the only group that other lines name. If no line names a group, it is UNNAMED_GROUP. The numbers of the
+        calls must be close to each other. If no line names a group or has a prefix, all ranks must be in one call.
         """
         unnamed = [spoken for spoken in spoken_lines if spoken.speaker.group is None]
         if any(line.speaker.rank != line.speaker.rank_in_group for line in unnamed):
@@ -486,7 +497,7 @@ class _GroupNamer:
 
 
 def _find_ambiguous_groups(speakers: Iterable[_Speaker]) -> set[str]:
-    """Return the names of groups that several groups share: two ranks have the same number in them."""
+    """Return the group names that several groups share. Two ranks with the same number in a group show this."""
     ranks_by_number: dict[tuple[str, int], set[int]] = {}
     for speaker in speakers:
         if speaker.group is not None and not speaker.has_global_name:
@@ -536,9 +547,9 @@ def _read_compared_call(match: re.Match[str], side: str) -> tuple[int, RecordedC
 
 
 def _pair_different_calls(calls: dict[int, RecordedCall]) -> list[ComparedCalls]:
-    """Return the pairs of a rank whose call differs from the usual one, and a rank with the usual call.
+    """Return pairs of ranks with their calls: a rank with a different call, and a rank with the usual call.
 
-    torch up to 1.12 reports the call of each rank that finds a difference, without the call that it differs from.
+    torch up to 1.12 reports the call of each rank that finds a difference, and not the call that it differs from.
     """
     usual_call, _ = Counter(calls.values()).most_common(1)[0]
     usual_rank = next(rank for rank, call in calls.items() if call == usual_call)
@@ -562,9 +573,9 @@ def _read_ranks(text: str) -> tuple[int, ...]:
 def _join_timeouts(
     timeouts: Sequence[_SpokenLine], counts: Sequence[_SpokenLine], namer: _GroupNamer
 ) -> Iterator[ReportedTimeout]:
-    """Yield the calls that timed out, with group and counts from the line that follows a timeout.
+    """Yield the calls that timed out, with the group and the counts from the line after the timeout.
 
-    A call is yielded once. If only the line with the counts is there, the operation is unknown.
+    Each call is yielded once. If only the line with the counts exists, the operation is unknown.
     """
     counts_by_call: dict[tuple[int, str], list[_SpokenLine]] = {}
     for count in counts:
@@ -594,7 +605,10 @@ def _join_timeouts(
 def _make_timeout(
     line: _SpokenLine, count: _SpokenLine | None, namer: _GroupNamer
 ) -> ReportedTimeout:
-    """Return the timeout of a line. Its group is that of the line, else that of the line with the counts."""
+    """Return the timeout that a line reports.
+
+    Its group is taken from the line, or else from the line with the counts.
+    """
     has_no_group = line.speaker.group is None and count is not None
     speaker = count.speaker if has_no_group and count is not None else line.speaker
     fields = line.match.groupdict()
@@ -620,7 +634,7 @@ def _make_timeout(
 
 
 def _find_group_size(line: str) -> int | None:
-    """Return the number of ranks of a group by the sizes of an all-gather or reduce-scatter; None if it shows none."""
+    """Return the number of ranks of a group, from the sizes of an all-gather or a reduce-scatter; None if unknown."""
     match = re.search(
         r"OpType=_?(ALLGATHER|REDUCE_SCATTER)(?:_BASE)?, *NumelIn=(\d+), *NumelOut=(\d+)", line
     )

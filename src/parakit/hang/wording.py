@@ -36,10 +36,10 @@ def describe_wait_call(evidence: HangEvidence, wait: Wait) -> str:
 
 
 def describe_ranks(evidence: HangEvidence) -> str:
-    """Return a sentence with the call and group, or the source line, in which each rank is.
+    """Return a sentence that says where each rank is: its call and group, or its source line.
 
-    Ranks at the same place share a statement, at most MOST_STATES of them. Ranks that left nothing come
-    last. The sentence is empty if no rank is known.
+    Ranks in the same state share a statement, and at most MOST_STATES statements are written. Ranks without
+    evidence come last. The sentence is empty if no rank is known.
     """
     ranks_by_state: dict[str, list[int]] = {}
     for rank in sorted(evidence.all_ranks):
@@ -68,7 +68,10 @@ def _make_plural(state: str) -> str:
 
 
 def _describe_state(evidence: HangEvidence, rank_evidence: RankEvidence) -> str:
-    """Return where a rank is as a predicate: `is in`, then its unfinished call or the location of its stack."""
+    """Return where a rank is, as a predicate that begins with `is in`.
+
+    It names the rank's unfinished call, or else the location of its stack.
+    """
     if rank_evidence.pending:
         call = rank_evidence.pending[0]
         return f"is in {call} of the {evidence.groups[call.group].label}"

@@ -39,9 +39,9 @@ _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)#\s]+)(#[^)\s]*)?\
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Return the files of the site: Markdown files and pictures of the repository, and generated pages.
+    """Return the files of the site: the repository's Markdown files and pictures, and generated pages.
 
-    Files of `docs/` that mkdocs has found are dropped, because they get their paths in the repository.
+    The files of `docs/` that mkdocs found are dropped, because they are added with their paths in the repository.
     """
     from mkdocs.structure.files import File, Files
 
@@ -60,9 +60,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Any, **_: object) -> str:
-    """Return a page's Markdown with links and nested lists as the site needs them.
+    """Return a page's Markdown with its links and nested lists adapted to the site.
 
-    A link to a folder leads to the folder's README, and a link to a file that is no page becomes plain text.
+    A link to a folder becomes a link to the folder's README. A link to a file that is no page becomes plain text.
     """
     here = posixpath.dirname(page.file.src_uri)
 
@@ -93,7 +93,7 @@ def indent_nested_lists(markdown: str) -> str:
 
 
 def list_pages() -> list[str]:
-    """Return the paths of the pages: Markdown files and pictures of the repository that exist and are shown."""
+    """Return the paths of the pages and pictures in the repository that exist and are part of the site."""
     command = ("git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard")
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return [

@@ -19,9 +19,9 @@ OWN_MODEL = "mine/config.json"
 
 
 def choices() -> str:
-    """Return the models, devices and links to choose from.
+    """Return the models, devices and links that a user can choose from, as JSON.
 
-    Memory is in bytes. Links are in bytes per second and device.
+    Memory is in bytes, and the rates of links are in bytes per second and device.
     """
     hardware = load_hardware()
     return json.dumps(
@@ -44,7 +44,7 @@ def choices() -> str:
 
 
 def plan(arguments: Sequence[str], config: str = "") -> str:
-    """Run `parakit plan --json`, and return its exit code and what it printed.
+    """Run `parakit plan --json`, and return its exit code and output as JSON.
 
     Args:
         arguments: Options of `python -m parakit plan`.
@@ -59,7 +59,9 @@ def plan(arguments: Sequence[str], config: str = "") -> str:
 
 
 def draw(model: str, strategy: str, device: str, *numbers: str) -> str:
-    """Draw a run, and return the drawing as HTML, or the reason why it cannot be drawn.
+    """Draw a run, and return its answer as JSON with the keys code, out and err.
+
+    The drawing is HTML in `out`. If the run cannot be drawn, the reason is in `err`.
 
     Args:
         model: The name of a model.
@@ -80,7 +82,7 @@ def draw(model: str, strategy: str, device: str, *numbers: str) -> str:
 def _capture_answer(run: Callable[[], int]) -> str:
     """Call a function, and return its exit code, stdout and stderr as JSON with the keys code, out and err.
 
-    A ValueError counts as code 2 with its sentence on stderr.
+    A ValueError gives code 2, and its message is appended to stderr.
     """
     out, err = StringIO(), StringIO()
     with redirect_stdout(out), redirect_stderr(err):

@@ -61,7 +61,7 @@ def write_planner_pages(folder: Path) -> None:
 
 
 def _copy_pyodide(work: Path, folder: Path) -> None:
-    """Fetch Pyodide's package into the folder `work`, and copy the files of RUNTIME from it."""
+    """Download Pyodide's package into the folder `work`, and copy the files of RUNTIME from there to `folder`."""
     _fetch(("npm", "pack", "--silent", PYODIDE), work)
     (archive,) = work.glob("pyodide-*.tgz")
     with tarfile.open(archive) as package:
@@ -80,7 +80,7 @@ def _copy_msgspec(work: Path, folder: Path) -> None:
 
 
 def _fetch(command: tuple[str, ...], folder: Path) -> None:
-    """Run a command that downloads the package in its last argument to a folder.
+    """Run a command that downloads a package to a folder. The package is the command's last argument.
 
     Raises:
         PageError: The program is missing or fails.
@@ -97,7 +97,7 @@ def _fetch(command: tuple[str, ...], folder: Path) -> None:
 
 
 def build_wheel(path: Path) -> None:
-    """Write the kit's wheel, as `pip install .` builds it, to a file.
+    """Write the kit's wheel to the file `path`. It is the wheel that `pip install .` builds.
 
     Raises:
         PageError: hatchling, which builds the wheel, is not installed.

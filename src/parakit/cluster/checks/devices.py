@@ -50,7 +50,7 @@ class GpuUse(NamedTuple):
 
 
 def check_devices() -> "list[CheckResult]":
-    """Check the driver, the GPUs and their topology; before setup only whether the driver answers."""
+    """Check the driver, the GPUs and their topology. Before setup only the driver is checked."""
     python = kit_python()
     if python is None:
         return [_check_driver_before_setup()]
@@ -62,7 +62,7 @@ def check_devices() -> "list[CheckResult]":
 
 
 def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
-    """Return the results for what `parakit.launch.devices` printed."""
+    """Return the results of the checks on the devices that `parakit.launch.devices` described."""
     if described["problem"]:
         return [CheckResult(FAIL, "Driver", "NVML fails: " + described["problem"], _DRIVER_FIX)]
     if not described["gpus"]:
@@ -80,7 +80,7 @@ def check_description(described: "dict[str, Any]") -> "list[CheckResult]":
 
 
 def check_busy(gpus: "list[GpuUse]", machine: "list[GpuUse]") -> "list[CheckResult]":
-    """Return a warning for each busy GPU; the fix names the GPUs of the machine that are free.
+    """Return a warning for each busy GPU. The suggested fix names the free GPUs of the machine.
 
     Args:
         gpus: The GPUs to check.
@@ -130,7 +130,7 @@ def _run_module(python: str, module: str, seconds: float = 20.0) -> "tuple[dict[
 
 
 def _check_driver_before_setup() -> CheckResult:
-    """Check by nvidia-smi whether the driver answers."""
+    """Check whether the driver answers, by running nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return _report_no_gpu()
     output = run_program(["nvidia-smi", "-L"])
@@ -180,7 +180,7 @@ def _check_rate(measured: "dict[str, Any]") -> CheckResult:
 
 
 def _check_clock(clock: "dict[str, Any]") -> CheckResult:
-    """Return a GPU's clock under load, with a warning if it is throttled or lower than it can be."""
+    """Return a GPU's clock under load, with a warning if it is throttled or clearly below its limit."""
     subject = "Clock of GPU {}".format(clock["gpu"])
     highest, limit, throttling = clock["highest_mhz"], clock["limit_mhz"], clock["throttling"]
     if highest is None:

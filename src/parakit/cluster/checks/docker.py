@@ -35,7 +35,7 @@ def check_docker() -> "list[CheckResult]":
 
 
 def check_container(image: str = "", tag: str = "", gpus: bool = True) -> "list[CheckResult]":
-    """Check client, engine, NVIDIA runtime and one image, up to the first that is missing.
+    """Check Docker's client and engine, NVIDIA's runtime and an image; stop at the first that is missing.
 
     Args:
         image: The image; empty for any image of the kit.
@@ -59,7 +59,7 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
     """Check whether Docker's client is installed and its engine answers.
 
     Returns:
-        The result, and the engine; None instead of the engine if it does not output.
+        The result, and the engine. The engine is None if Docker is missing or silent, or if `docker` is Podman.
     """
     if shutil.which("docker") is None:
         finding = "Docker is not installed (no 'docker' on PATH)"
@@ -86,9 +86,9 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
 
 
 def _has_nvidia_hook() -> bool:
-    """Return True if this machine has what `--gpus` uses in engines without a runtime entry for NVIDIA.
+    """Return True if `--gpus` can work on this machine although the engine has no NVIDIA runtime.
 
-    That is the toolkit's hook on PATH, which Docker looks for since 19.03, or a CDI specification of the GPUs.
+    Docker 19.03 and later then use the toolkit's hook on PATH, or a CDI specification of the GPUs.
     """
     if shutil.which(NVIDIA_HOOK):
         return True
@@ -108,7 +108,7 @@ def image_id(image: str) -> "str | None":
 
 
 def _check_image(image: str, tag: str) -> CheckResult:
-    """Check whether an image is built; with an empty name, whether any image of the kit is."""
+    """Check whether an image is built. An empty name checks whether any image of the kit is built."""
     if image:
         if image_id(image):
             return pass_or_warn("Image", image)

@@ -56,7 +56,7 @@ LIST_PACKAGES = (
 
 
 def check_python() -> CheckResult:
-    """Check whether there is a Python that setup can use, by the search of `tools/setup.sh`."""
+    """Check whether `tools/setup.sh` finds a Python that setup can use. In the kit's image the check always passes."""
     if image_tag():
         return pass_or_warn("Python", f"of the image {image_tag()}")
     output = run_program(["tools/setup.sh", "--python"])
@@ -92,9 +92,9 @@ def check_packages() -> CheckResult:
 
 
 def differing_packages(python: str, requirements: str) -> "list[str] | None":
-    """Return a clause for each package of a Python that is not at its pinned version, sorted by name.
+    """Return a clause for each package that is not installed at its pinned version, sorted by name.
 
-    None is the answer if the Python does not run.
+    None means that the given Python does not run.
     """
     output = run_program([python, "-c", LIST_PACKAGES])
     if not output.succeeded:
@@ -161,7 +161,7 @@ def check_loopback() -> CheckResult:
 def check_host_name() -> CheckResult:
     """Check that this machine's name resolves to an address of this machine.
 
-    The name is part of the fix and not of the finding, because nodes of a cluster are compared by their findings.
+    The name is in the fix and not in the finding, because nodes of a cluster are compared by their findings.
     """
     name = platform.node()
     fix = (
@@ -202,7 +202,7 @@ def is_own_address(address: str) -> bool:
 
 
 def check_disk(folder: str = ROOT) -> CheckResult:
-    """Check the disk space for setup or a run, and measure the rate at which the disk stores a file."""
+    """Check the disk space for setup or a run, and measure how fast the disk writes a file."""
     before_setup = kit_python() is None
     elsewhere = "clone the kit where there is more"
     if before_setup:
@@ -225,7 +225,7 @@ def check_disk(folder: str = ROOT) -> CheckResult:
 def check_room(
     folder: str, needed_bytes: int, needed_by: str, elsewhere: str, needed_files: int = RUN_FILES
 ) -> CheckResult:
-    """Check whether a folder can be written and has enough space and inodes.
+    """Check whether a folder can be written, and whether its disk has enough space and inodes.
 
     Args:
         folder: The folder.

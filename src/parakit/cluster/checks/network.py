@@ -27,7 +27,7 @@ def check_hub() -> CheckResult:
 
 
 def check_package_index() -> CheckResult:
-    """Check whether pip gets packages from its configured index, by the download of a small package."""
+    """Check whether pip can download a small package from its configured index."""
     python = kit_python() or sys.executable
     quiet = ["--quiet", "--disable-pip-version-check", "--no-input", "--no-cache-dir"]
     timeout = ["--timeout", str(int(SECONDS)), "--retries", "0"]
@@ -61,7 +61,7 @@ def check_image_registry() -> CheckResult:
 
 
 def check_wandb() -> CheckResult:
-    """Check whether WANDB=1 would log online, by the presence of a key. The key is not tested."""
+    """Check whether WANDB=1 would log online: whether a key exists. The key itself is not tested."""
     if os.environ.get("WANDB_API_KEY"):
         return pass_or_warn("W&B", "a key in WANDB_API_KEY: WANDB=1 logs online")
     if read_wandb_key(os.environ):

@@ -89,11 +89,11 @@ class Container:
     """True to use the host's network, which ranks on several machines need to reach each other."""
 
     def wrap(self, command: Sequence[str], settings: Iterable[str]) -> tuple[str, ...]:
-        """Return the `docker run` that executes a command in the repository root.
+        """Return the `docker run` command that executes `command` in the repository root.
 
-        The container gets no name, because another container may have the name already. `add_container_id_file`
-        makes it findable. Variables are passed by name, and docker takes the values from its own environment, so
-        that no value appears in a command line, a log or `ps`.
+        The container gets no name, because another container may have the same name. `add_container_id_file` makes it
+        possible to find it. Variables are passed by name only, and docker takes the values from its own environment.
+        So no value appears in a command line, a log or `ps`.
 
         Args:
             command: The command inside of the container.
@@ -126,10 +126,10 @@ class Container:
 
 
 def bind_mount(path: Path) -> str:
-    """Return the value of `--mount` that mounts a folder at the same path.
+    """Return the value of `--mount` that mounts a folder at the same path in a container.
 
-    docker reads the value as CSV, so a path with commas is quoted. `--mount` is used instead of `--volume`
-    because it accepts colons, and refuses a missing folder instead of making it.
+    docker reads the value as CSV, so a path with commas is quoted. `--mount` is used because, other than
+    `--volume`, it accepts colons and refuses a missing folder instead of making it.
     """
     line = io.StringIO()
     csv.writer(line).writerow(("type=bind", f"source={path}", f"target={path}"))
@@ -147,7 +147,7 @@ def container_user(engine: DockerEngine | None = None) -> str:
 def inherited_names(
     *also: str, environment: Mapping[str, str] = os.environ, in_container: bool = True
 ) -> tuple[str, ...]:
-    """Return the names of variables that are set and that ranks elsewhere inherit, sorted.
+    """Return the names of the set variables that ranks inherit in a container or on other machines, sorted.
 
     Args:
         also: Further names to inherit.
@@ -198,7 +198,7 @@ def read_image_versions(container: Container, cache: Path) -> dict[str, str]:
 
     Args:
         container: A container of the image.
-        cache: The file from which the versions are read, and to which they are written the first time.
+        cache: The file that stores the versions. The first call writes it, and later calls read it.
     """
     try:
         return dict(json.loads(cache.read_text()))
@@ -227,7 +227,7 @@ def read_container_id(file: Path) -> str | None:
 
 
 def query_container_end(container: str, since: float) -> ContainerEnd:
-    """Ask Docker's engine how a container ended. A removed container is only left in the engine's events.
+    """Ask Docker's engine how a container ended. For a removed container, the engine's events are read.
 
     Args:
         container: The container's id.
@@ -251,9 +251,9 @@ def query_container_end(container: str, since: float) -> ContainerEnd:
 
 
 def remove_container(file: Path) -> bool:
-    """Remove a container and the file with its id; return True if the container does not exist any more.
+    """Remove a container and the file with its id; return True if the container no longer exists.
 
-    The file stays if the container could not be removed.
+    The file is kept if the container could not be removed.
     """
     container = read_container_id(file)
     if container is not None:

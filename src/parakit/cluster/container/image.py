@@ -31,7 +31,7 @@ _PAIR = re.compile(r'^PAIR_\w+="(\S+) ([0-9a-f]{40}) (\S+?)(?: (sha256:[0-9a-f]{
 
 @dataclass(frozen=True)
 class ImagePair:
-    """An NGC tag and a Megatron-LM commit that belong together: a line of `docker/versions.env`."""
+    """An NGC tag and the Megatron-LM commit that belongs to it: a line of `docker/versions.env`."""
 
     ngc_tag: str
     megatron_commit: str
@@ -46,7 +46,9 @@ class ImagePair:
 
 
 def read_pairs(path: Path) -> tuple[ImagePair, ...]:
-    """Read the pairs of `versions.env`, in the file's order; empty lines and comments are skipped.
+    """Read the pairs of an NGC tag and a Megatron-LM commit in `versions.env`, in the file's order.
+
+    Empty lines and comments are skipped.
 
     Raises:
         LaunchError: A line is no pair; the message names the line.
@@ -67,7 +69,7 @@ def read_pairs(path: Path) -> tuple[ImagePair, ...]:
 
 
 def find_pair(ngc_tag: str | None, path: Path | None = None) -> ImagePair:
-    """Return the pair with an NGC tag, as IMAGE= names it; without a tag the first pair.
+    """Return the pair with the NGC tag that IMAGE= names; without a tag, the first pair.
 
     Raises:
         LaunchError: No pair has the tag.
@@ -116,7 +118,9 @@ def build_command(
     settings: Mapping[str, str] | None = None,
     base_image: str | None = None,
 ) -> tuple[str, ...]:
-    """Return the `docker build` of a pair. `.dockerignore` keeps data sets out of the build.
+    """Return the `docker build` command of a pair.
+
+    Data sets are not copied into the build, because `.dockerignore` excludes them.
 
     Args:
         pair: The pair to build.
@@ -154,7 +158,7 @@ def build_image(image: str | None, dry_run: bool = False, base_image: str | None
 
     Args:
         image: IMAGE=, the NGC tag of the pair; None for the first pair.
-        dry_run: True to print the command and build nothing.
+        dry_run: True prints the command and builds nothing.
         base_image: BASE_IMAGE=, the base image on a mirror registry; None for NVIDIA's.
 
     Raises:

@@ -53,7 +53,7 @@ def installed_versions() -> dict[str, str]:
 
 
 def versions_from_torch() -> dict[str, str]:
-    """Return the versions as `installed_versions` does, with those of CUDA, NCCL and cuDNN as torch reports them."""
+    """Return the versions of `installed_versions`, with those of CUDA, NCCL and cuDNN as torch reports them."""
     import torch
 
     versions = installed_versions() | {"torch": torch.__version__}
@@ -67,9 +67,9 @@ def versions_from_torch() -> dict[str, str]:
 
 
 def _format_cudnn_version(number: int | None) -> str:
-    """Return cuDNN's version number with dots: 91002 is 9.10.2, and 8907, from before 9, is 8.9.7.
+    """Return cuDNN's version number with dots; empty for None.
 
-    The result is empty for None.
+    91002 is 9.10.2. Numbers before version 9 are shorter: 8907 is 8.9.7.
     """
     if number is None:
         return ""

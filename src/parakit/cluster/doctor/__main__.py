@@ -33,7 +33,7 @@ COLOURS = {PASS: "32", WARN: "33", FAIL: "31"}
 
 
 def run_checks() -> "list[CheckResult]":
-    """Run all checks concurrently, because most of them wait; return the results in the order of `CHECKS`."""
+    """Run all checks concurrently, because most of them wait. The results are in the order of `CHECKS`."""
     with ThreadPoolExecutor(len(CHECKS)) as threads:
         futures = [threads.submit(check) for check in CHECKS]
     results = []  # type: list[CheckResult]
@@ -70,7 +70,7 @@ def format_results(results: "list[CheckResult]", width: int, colour: bool) -> st
 
 
 def main() -> int:
-    """Print the table and the number of results per status, or with --json the host and results as JSON.
+    """Print the table of results, and the number of results per status. With --json, print JSON instead.
 
     Returns:
         1 if a check failed and a table was printed, else 0.

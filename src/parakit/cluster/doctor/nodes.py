@@ -105,7 +105,7 @@ def ask_nodes(srun: Sequence[str]) -> ResultsByNode:
 
 
 def measure_all_reduce(srun: Sequence[str]) -> Mapping[str, Any]:
-    """Run `parakit.launch.link_rates` on all nodes and return the measured figures.
+    """Run `parakit.launch.link_rates` on all nodes, and return the measured rates.
 
     Raises:
         LaunchError: It failed on a node, or no node reported a rate.
@@ -158,9 +158,9 @@ def srun_command(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def parse_answers(text: str) -> Sequence[tuple[str, list[CheckResult]]]:
-    """Return each node's name and results, sorted by name, from the JSON lines of the doctor.
+    """Return each node's name and results from the doctor's JSON lines, sorted by name.
 
-    Other lines, which a node's shell may print, are ignored.
+    All other lines are ignored, because a node's shell may print some.
     """
     answers = []
     for line in text.splitlines():
@@ -174,10 +174,10 @@ def parse_answers(text: str) -> Sequence[tuple[str, list[CheckResult]]]:
 
 
 def find_outliers(results_by_node: ResultsByNode) -> list[Outlier]:
-    """Return the checks in which nodes differ from the others.
+    """Return each check in which a node differs from the others, with the node.
 
-    Measured values are compared with the nodes' median, and other findings with that of most nodes. If no finding
-    has a majority, as with two nodes that differ, either may be right, so all nodes are named.
+    Measured values are compared with the median over the nodes. Other findings are compared with the finding of
+    most nodes. If no finding has a majority, as with two nodes that differ, every node is an outlier.
     """
     outliers: list[Outlier] = []
     by_subject: dict[str, dict[str, CheckResult]] = {}
@@ -198,7 +198,11 @@ def find_outliers(results_by_node: ResultsByNode) -> list[Outlier]:
 
 
 def _find_differing_nodes(rows: Mapping[str, CheckResult]) -> tuple[list[str], str]:
-    """Return the nodes that differ in a check, and the finding of a node that does not; empty if all differ.
+    """Return the nodes whose result of one check differs, and the usual finding.
+
+    If all results are measured values, nodes far from the median differ. Otherwise nodes differ whose finding is
+    not that of the majority; without a majority, all nodes differ. The usual finding is that of the first node
+    that does not differ. It is an empty text if all nodes differ.
 
     Args:
         rows: The results of one check, by node.

@@ -278,8 +278,7 @@ def _add_means(series: Series, x: NDArray[np.int64], y: NDArray[np.float64]) -> 
 
 
 def _column_reader(name: str) -> Callable[[Run], Curve]:
-    """Return a function that reads a column of a run's iterations as a curve. Values that are not finite are left
-    out."""
+    """Return a function that reads a column of a run's iterations as a curve, without values that are not finite."""
 
     def curve(run: Run) -> Curve:
         values = run.log.iterations.values(name)

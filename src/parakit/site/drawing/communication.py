@@ -50,7 +50,7 @@ _DIMENSIONS: dict[Group, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class _CallLine:
-    """Equal calls that the drawing shows as one line."""
+    """Equal calls that the drawing shows in one line."""
 
     phase: Phase
     group: Group
@@ -84,9 +84,9 @@ class _Arrow:
 
 
 def _merge_calls(spec: RunSpec, stages: Iterable[int]) -> list[_CallLine]:
-    """Return the calls of some stages in the order of phases, with equal calls merged to one line.
+    """Return the calls of some stages as lines, in the order of the phases. Equal calls are merged into one line.
 
-    All tensors of the batch are one line, and so are all small reductions.
+    All tensors of the batch share a line, and so do all small reductions.
     """
     lines: dict[tuple[Phase, Group, Operation, str], _CallLine] = {}
     for stage in stages:
@@ -103,7 +103,7 @@ def _merge_calls(spec: RunSpec, stages: Iterable[int]) -> list[_CallLine]:
 
 
 def draw_communication(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
-    """Return the sheet as SVG: a line per kind of call, with the ranks that communicate joined.
+    """Return the sheet as SVG: one line per kind of call, with connections between the ranks that communicate.
 
     Args:
         spec: The run.
@@ -145,7 +145,10 @@ def _describe_group(split: Parallelism, group: Group) -> str:
 
 
 def _describe_amounts(line: _CallLine) -> str:
-    """Return number and size of the calls, and the bytes that a rank sends; by stage if they differ."""
+    """Return a text with the number and size of the calls, and the bytes that a rank sends.
+
+    If the stages differ, the text lists them one by one.
+    """
     texts = {}
     for stage, calls in line.calls.items():
         num_calls, wire_bytes = sum(call.calls for call in calls), total_wire_bytes(calls)
@@ -167,7 +170,7 @@ def _draw_groups(
     wide: float,
     y: float,
 ) -> None:
-    """Join the ranks of each group, with the content of each rank before the call above and after it below.
+    """Draw arrows between the ranks of each group, with each rank's content before the call above and after it below.
 
     Args:
         sheet: The sheet.
@@ -202,10 +205,10 @@ def _draw_groups(
 
 
 def _assign_lanes(groups: list[list[DrawnRank]]) -> list[int]:
-    """Return the number of the lane in which each group of ranks is drawn, from 0.
+    """Return the lane in which each group of ranks is drawn, counted from 0.
 
     Groups in one lane do not overlap horizontally. Each group gets the first lane that is free at its first rank.
-    The ranks of a group, and the groups by their first rank, must be in ascending order.
+    The ranks within a group, and the groups by their first rank, must be in ascending order.
     """
     lanes: list[int] = []
     last_rank_by_lane: list[int] = []
@@ -225,7 +228,7 @@ def _assign_lanes(groups: list[list[DrawnRank]]) -> list[int]:
 def _draw_content(
     sheet: Sheet, middle: float, y: float, wide: float, content: _RankContent, kind: str
 ) -> None:
-    """Draw a frame for the full tensor, and fill the parts that the rank has."""
+    """Draw a frame for the full tensor, and fill the parts that a rank has."""
     left_edge = middle - wide / 2
     sheet.draw_box(left_edge, y, wide, 8, "whole")
     for part in content.held:
@@ -234,7 +237,7 @@ def _draw_content(
 
 
 def _list_arrows(line: _CallLine, members: list[DrawnRank]) -> list[_Arrow]:
-    """Return the arrows of a group: for sends one per sender, for a collective one over all members."""
+    """Return the arrows of a group: one per sender for sends, and one over all members for a collective."""
     last = len(members) - 1
     if line.operation is not Operation.SEND:
         heads = "end" if line.operation is Operation.BROADCAST else "start end"
@@ -248,7 +251,10 @@ def _list_arrows(line: _CallLine, members: list[DrawnRank]) -> list[_Arrow]:
 def _contents_of_rank(
     operation: Operation, index: int, members: int
 ) -> tuple[_RankContent, _RankContent]:
-    """Return what the member at an index of a group has before and after an operation."""
+    """Return what one member of a group has before an operation, and what it has afterwards.
+
+    `index` is the index of the member, and `members` is the number of members.
+    """
     addend = _RankContent("share", 1, (0,))
     full = _RankContent("full", 1, (0,))
     shard = _RankContent("full", members, (index,))

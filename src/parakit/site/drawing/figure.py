@@ -34,7 +34,7 @@ from parakit.site.drawing.tensors import draw_tensors
 
 
 def draw_figure(spec: RunSpec, name: str) -> str:
-    """Return the drawing as HTML: a caption in sentences, then the sheets.
+    """Return the drawing of a run as HTML: a caption in sentences, then the sheets.
 
     Args:
         spec: A legal run.
@@ -103,7 +103,7 @@ _SHARDINGS = {
 
 
 def _caption_sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
-    """Yield the sentences of the caption: each dimension, the sharding, and the bytes per iteration."""
+    """Yield the caption's sentences: on each parallel dimension, on sharding, and on the bytes per iteration."""
     split = spec.parallelism
     for is_used, sentence in _DIMENSIONS:
         if is_used(split):
@@ -129,7 +129,7 @@ def _caption_sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
 
 
 def _list_by_stage(bytes_by_stage: dict[int, int]) -> str:
-    """Return the bytes of each stage in words; one figure if all stages have the same."""
+    """Return the bytes of each stage as text; a single number if all stages have the same."""
     if len(set(bytes_by_stage.values())) == 1:
         return format_traffic(next(iter(bytes_by_stage.values())))
     return joined(

@@ -67,7 +67,7 @@ def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
 
 
 def _simulate_drawn_part(spec: RunSpec) -> SimulatedSchedule:
-    """Simulate the schedule of the first micro batches, as many as there is room for."""
+    """Return the simulated schedule of the first micro batches, as many as the drawing has room for."""
     split = spec.parallelism
     most = max(split.pipeline, _MOST_PASSES // split.virtual_stages)
     # Interleaved schedules need a multiple of the number of stages.
@@ -85,7 +85,7 @@ def _draw_pass(
     scale: float,
     calls: tuple[CollectiveCall, ...],
 ) -> None:
-    """Draw a pass of a micro batch with its label, if there is room, and its stripes below."""
+    """Draw one pass of a micro batch: a box with stripes below, and a label if there is room."""
     is_forward = event.step.direction is Pass.FORWARD
     wide = scale * (event.end - event.start)
     kind = "forward" if is_forward else "backward"
@@ -102,7 +102,10 @@ def _draw_pass(
 def _draw_stripes(
     sheet: Sheet, calls: tuple[CollectiveCall, ...], phase: Phase, x: float, y: float, wide: float
 ) -> None:
-    """Draw a stripe per dimension over which ranks send something in a phase."""
+    """Draw a stripe for each parallel dimension over which ranks send data in a phase.
+
+    Small reductions are ignored.
+    """
     sent = sum_bytes_by_group(
         call for call in calls if call.phase is phase and not is_small_reduction(call)
     )
@@ -144,7 +147,7 @@ def _draw_messages(
 
 
 def _describe_timing(spec: RunSpec, timeline: SimulatedSchedule) -> str:
-    """Return the sentences below the schedule: the legend, the idle time, and how much is drawn."""
+    """Return the sentences below the schedule: on the colours, the idle time, and how much of it is drawn."""
     text = (
         "F and B are forward and backward of a micro batch. B is drawn twice as long; no length is "
         "measured."

@@ -26,7 +26,7 @@ _LINE_HEIGHT = 13
 
 
 class Sheet:
-    """An SVG that grows downwards. `y` is the top of the next line."""
+    """An SVG that grows downwards. `y` is the vertical position of the next line."""
 
     def __init__(self, name: str, title: str) -> None:
         self.y = 0.0
@@ -96,9 +96,9 @@ MOST_SHOWN = 8
 
 
 class DrawnRank(NamedTuple):
-    """A rank and its index in each dimension.
+    """A rank and its index in each parallel dimension.
 
-    The order of ranks is Megatron's, tp-cp-ep-dp-pp with TP innermost (`parallel_state.RankGenerator`).
+    The order of ranks is Megatron's, tp-cp-ep-dp-pp, in which TP varies fastest (`parallel_state.RankGenerator`).
     """
 
     number: int
@@ -112,10 +112,10 @@ class DrawnRank(NamedTuple):
 
 
 def select_ranks(split: Parallelism) -> list[DrawnRank]:
-    """Return the ranks to draw: all, or if there are more than MOST_SHOWN, the ends of each dimension.
+    """Return the ranks to draw: all ranks, or the ends of the dimensions if there are more than MOST_SHOWN ranks.
 
-    The ends of a dimension are its first and last index. Dimensions are considered in the order TP, PP, DP, CP until
-    there is no more room; the ranks then have index 0 in the other dimensions.
+    The ends of a dimension are its first and last index. The dimensions TP, PP, DP and CP are considered in this
+    order until there is no more room. In the other dimensions the ranks have index 0.
     """
     if split.world_size <= MOST_SHOWN:
         return [locate_rank(split, number) for number in range(split.world_size)]
@@ -135,9 +135,9 @@ def select_ranks(split: Parallelism) -> list[DrawnRank]:
 
 
 def locate_rank(split: Parallelism, number: int) -> DrawnRank:
-    """Return a global rank with its index in each dimension.
+    """Return a rank of the job with its index in each parallel dimension.
 
-    Inside of a stage, experts have dimensions of their own.
+    Within a pipeline stage, experts have their own dimensions.
     """
     quotient, tensor = divmod(number, split.tensor)
     quotient, context = divmod(quotient, split.context)
@@ -177,7 +177,7 @@ _SHARED_INDICES = {
 
 
 def group_ranks_by(group: Group, ranks: list[DrawnRank]) -> list[list[DrawnRank]]:
-    """Group the ranks by their process group of a kind; return the members of each group, by first rank."""
+    """Return the ranks in process groups of one kind: a list of members per group, ordered by first rank."""
 
     def group_key(rank: DrawnRank) -> tuple[int, ...]:
         return tuple(getattr(rank, index) for index in _SHARED_INDICES[group])
@@ -189,7 +189,7 @@ def group_ranks_by(group: Group, ranks: list[DrawnRank]) -> list[list[DrawnRank]
 def draw_rank_headings(
     sheet: Sheet, split: Parallelism, ranks: Iterable[DrawnRank], start: float, wide: float
 ) -> None:
-    """Draw a heading per rank: its number, and its index in each dimension above 1 if there is room.
+    """Draw a heading per rank: its number and, if there is room, its index in each dimension of size above 1.
 
     Args:
         sheet: The sheet, whose `y` moves below the headings.

@@ -105,7 +105,10 @@ def _draw_row(sheet: Sheet, row: _TensorRow, ranks: Iterable[DrawnRank], wide: f
 def _draw_parts(
     sheet: Sheet, box: _TensorBox, x: float, y: float, wide: float, *, cut_rows: bool
 ) -> None:
-    """Draw the frame of a tensor at (x, y), and fill the parts that the rank holds, cut by rows or columns."""
+    """Draw the frame of a tensor at (x, y), and fill the parts that a rank holds.
+
+    `cut_rows` is True if the tensor is cut into rows, and False if it is cut into columns.
+    """
     sheet.draw_box(x, y, wide, _CELL_HEIGHT, "whole")
     for part in box.held:
         start, size = part / box.parts, 1 / box.parts
@@ -116,9 +119,9 @@ def _draw_parts(
 
 
 def _batch_rows(spec: RunSpec) -> Iterator[_TensorRow]:
-    """Yield the rows of the batch: samples, tokens per sample, and the tokens that SP splits further.
+    """Yield the drawing's rows on the batch: samples, tokens per sample, and the tokens that SP splits further.
 
-    Under CP a rank holds two chunks of a sample, one from the front and one from the back.
+    With CP, a rank holds two chunks of a sample: one from the front and one from the back.
     """
     split, batch, length = spec.parallelism, spec.batch.global_batch_size, spec.shape.seq_length
     samples = f"{batch // split.data:,} of {batch:,}"
@@ -153,7 +156,7 @@ experts.
 
 
 def _weight_rows(spec: RunSpec) -> Iterator[_TensorRow]:
-    """Yield the rows of the weights: layers, and each component that a stage has."""
+    """Yield the drawing's rows on the weights: layers, and each component that some stage has."""
     split = spec.parallelism
     layers_by_stage = [_list_layers(spec, stage) for stage in range(split.pipeline)]
     num_layers = sum(map(len, layers_by_stage))
@@ -177,7 +180,7 @@ def _weight_rows(spec: RunSpec) -> Iterator[_TensorRow]:
 def _make_weight_box(
     spec: RunSpec, bytes_by_stage: list[int], cut: str, rank: DrawnRank
 ) -> _TensorBox | None:
-    """Return the box of a component of the weights; None if the rank's stage has nothing of it."""
+    """Return the box of one component of the weights; None if the rank's stage does not have this component."""
     size_bytes, split = bytes_by_stage[rank.stage], spec.parallelism
     if not size_bytes:
         return None
@@ -194,7 +197,7 @@ def _make_weight_box(
 
 
 def _list_layers(spec: RunSpec, stage: int) -> list[int]:
-    """Return the numbers of the layers on a stage; with virtual stages they are several ranges."""
+    """Return the numbers of the layers on a stage. With virtual stages, they are not consecutive."""
     stages = range(spec.parallelism.pipeline)
     chunk_layers_by_stage = [spec.layers_per_chunk(number) for number in stages]
     layers: list[int] = []
@@ -208,9 +211,10 @@ def _list_layers(spec: RunSpec, stage: int) -> list[int]:
 
 
 def _memory_rows(spec: RunSpec) -> Iterator[_TensorRow]:
-    """Yield the rows of a rank's memory at its peak, in one scale.
+    """Yield the drawing's rows on a rank's memory at its peak, all to the same scale.
 
-    The frame of a sharded component is as long as the component on all ranks, and the rank's shard is filled.
+    The frame of a sharded component is as long as the component on all ranks together. The rank's shard is
+    filled.
     """
     split, sharding = spec.parallelism, spec.parallelism.sharding
     memory_by_stage = [estimate_rank_memory(spec, stage) for stage in range(split.pipeline)]
