@@ -61,7 +61,7 @@ class Nodes:
 
 
 class NodeGroup:
-    """What a launcher has to do together with the launchers of other nodes while its own ranks train.
+    """Common actions of the launchers of all nodes while their ranks train.
 
     This class is for a run on one node, where there is nothing to do. Runs over several nodes override the
     methods.

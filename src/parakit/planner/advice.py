@@ -77,9 +77,9 @@ FAMILIES_OF_OTHER_TRAINERS = (
 
 
 def strategy_family(parallelism: Parallelism) -> StrategyFamily:
-    """Return the kind of parallelism of a strategy, `HYBRID` for several kinds.
+    """Return the kind of parallelism of a strategy. Several kinds give `HYBRID`, and one rank gives `SINGLE`.
 
-    The distributed optimizer alone (ZeRO-1) counts as data parallelism, ZeRO-2 and ZeRO-3 as sharded.
+    ZeRO-1 counts as plain data parallelism. ZeRO-2, ZeRO-3 and FSDP2 count as sharded data parallelism.
     """
     is_sharded = parallelism.sharding.wraps_modules
     degree_by_family = {
@@ -128,10 +128,10 @@ def describe_strategy(parallelism: Parallelism) -> str:
 
 
 def find_best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
-    """Return the fastest candidate of every single kind of parallelism over all devices.
+    """Return the best candidate of each kind of parallelism that uses only this kind over all devices.
 
-    Where none of a kind is recommended, it is the one with the least memory. Kinds that cannot be split evenly over
-    the devices are missing.
+    The best candidate is the fastest recommended one. If no candidate of a kind is recommended, it is the candidate
+    with the least memory. Kinds that cannot be split evenly over the devices are missing.
     """
     best: dict[StrategyFamily, Candidate] = {}
     for candidate in _enumerate_single_kind_candidates(request):
@@ -174,7 +174,7 @@ def headline_sentences(plan: Plan) -> list[str]:
 
 
 def no_fit_sentence(plan: Plan) -> str:
-    """Return why no strategy of a plan without a winner can be recommended, with the closest one."""
+    """Return the sentence for a plan without a winner: why no strategy is recommended, and which one is closest."""
     request, cluster = plan.request, plan.request.cluster
     if plan.lightest is None:
         return (
@@ -211,7 +211,10 @@ def _close_phrase(candidate: Candidate, cluster: Cluster) -> str:
 
 
 def _cost_sentence(plan: Plan, winner: Candidate) -> str:
-    """Return time and memory of a winner, and what to do if the memory is close."""
+    """Return a sentence with the iteration time and the memory of a winner.
+
+    If the memory is close to the limit, the sentence adds what to do.
+    """
     cluster = plan.request.cluster
     close = ""
     if winner.verdict is Fit.CLOSE:
@@ -223,7 +226,10 @@ def _cost_sentence(plan: Plan, winner: Candidate) -> str:
 
 
 def _request_sentence(request: Request) -> str:
-    """Return model, devices, batch and, of several nodes, what was assumed of the network."""
+    """Return a sentence with the model, the devices and the global batch of a request.
+
+    For several nodes the sentence names the network. It says if the global batch is only assumed.
+    """
     cluster, shape = request.cluster, request.template.shape
     parameters = total_parameters(shape)
     is_billions = parameters >= 0.1e9
@@ -240,9 +246,9 @@ def _request_sentence(request: Request) -> str:
 
 
 def tie_sentence(plan: Plan) -> str:
-    """Return the strategies that are tied with the winner of a plan, and by which rule the winner was taken.
+    """Return a sentence that names the strategies tied with the winner, and the rule that chose the winner.
 
-    The plan must have a strategy that is tied with its winner.
+    The plan must have a strategy that is tied with its winner. At most `_MOST_NAMED_TIES` strategies are named.
     """
     names = [candidate.strategy for candidate in plan.tied]
     if len(names) > _MOST_NAMED_TIES:
@@ -257,7 +263,10 @@ def tie_sentence(plan: Plan) -> str:
 
 
 def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
-    """Return how far a winner is ahead of the second, and in which components, in one sentence."""
+    """Return a sentence with the lead of a winner over the second strategy, and the components that make it.
+
+    The sentence says if both are tied.
+    """
     seconds, second_seconds = winner.seconds.total, second.seconds.total
     if winner.is_tied(second):
         return (
@@ -293,9 +302,9 @@ def _component_name(component: str) -> str:
 
 
 def name_bottleneck(plan: Plan) -> str:
-    """Return what limits the winner: a link, the pipeline bubble, memory, or arithmetic.
+    """Return the name of what limits the winner: a link, the pipeline bubble, "memory" or "arithmetic".
 
-    A plan without a winner is limited by memory.
+    A plan without a winner gives "memory".
     """
     winner = plan.winner
     if winner is None:
@@ -321,7 +330,9 @@ def _largest_wait(winner: Candidate) -> str | None:
 
 
 def bottleneck_sentence(plan: Plan) -> str:
-    """Return what limits the winner of a plan, with the largest components of its iteration."""
+    """Return a sentence with what limits the winner, and the fractions of the largest components of its
+    iteration.
+    """
     winner = plan.winner
     assert winner is not None
     seconds = winner.seconds
@@ -337,7 +348,10 @@ def bottleneck_sentence(plan: Plan) -> str:
 
 
 def _enumerate_single_kind_candidates(request: Request) -> Iterator[Candidate]:
-    """Yield every configuration with at most one kind of parallelism, evaluated."""
+    """Yield the evaluated candidate of every configuration that uses at most one kind of parallelism.
+
+    Micro batch size, recomputation, sharding and virtual stages vary.
+    """
     template, devices = request.template, request.cluster.devices
     for split in enumerate_splits(template.shape, devices, template.parallelism.expert_tensor):
         degrees = (split.tensor, split.context, split.pipeline, split.data)
@@ -363,7 +377,9 @@ def _round_bytes(size_bytes: float) -> str:
 
 
 def one_device_sentence(request: Request, winner: Candidate) -> str:
-    """Return whether one device is enough for the same training, and how much faster all devices are."""
+    """Return sentences that say if one device is enough for the same training, and how much faster all devices
+    are.
+    """
     unsplit = replace(request.template, parallelism=Parallelism())
     single = replace(request, cluster=replace(request.cluster, devices=1), template=unsplit)
     best = min(_enumerate_single_kind_candidates(single), key=_preference, default=None)
@@ -385,7 +401,10 @@ def one_device_sentence(request: Request, winner: Candidate) -> str:
 
 
 def families_sentence(plan: Plan, winner: Candidate) -> str:
-    """Return the best time, or the memory, of each kind of parallelism alone, but for the winner's own kind."""
+    """Return sentences with the best time of each single kind of parallelism except the winner's kind.
+
+    A kind that does not fit has its memory in place of its time. Kinds that cannot be split evenly are named.
+    """
     best_by_family = find_best_of_each_family(plan.request)
     winner_family = strategy_family(winner.spec.parallelism)
     capacity = gib(plan.request.cluster.device.memory_bytes, 0)

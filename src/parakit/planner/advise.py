@@ -54,7 +54,7 @@ def print_answers(plan: Plan, console: Console) -> None:
 
 
 def answer_questions(plan: Plan) -> dict[str, str]:
-    """Return the answers for a plan that has a winner, by question."""
+    """Return the answers for a plan that has a winner, by question, in the order in which they are shown."""
     winner, request = plan.winner, plan.request
     assert winner is not None
     best_by_family = find_best_of_each_family(request)
@@ -98,7 +98,9 @@ def _answer_one_kind(plan: Plan, winner: Candidate) -> str:
 def _name_family_to_avoid(
     winner: Candidate, best_by_family: dict[StrategyFamily, Candidate]
 ) -> str:
-    """Return the kinds of parallelism that do not fit alone; if all fit, the slowest kind."""
+    """Return a sentence with the kinds of parallelism that do not fit alone. If all fit, it names the slowest
+    kind.
+    """
     too_large = [
         f"{family} alone ({gib(best.memory.total, 0)} GiB per device)"
         for family, best in best_by_family.items()
@@ -123,7 +125,11 @@ def _name_family_to_avoid(
 def _answer_megatron(
     winner: Candidate, best_by_family: dict[StrategyFamily, Candidate], plan: Plan
 ) -> str:
-    """Return whether Megatron's own kinds of parallelism gain anything over DDP, FSDP and DeepSpeed."""
+    """Return the answer to the question if Megatron's kinds of parallelism gain time over DDP, FSDP and
+    DeepSpeed.
+
+    The answer begins with "Yes", "Hardly" or "Not needed".
+    """
     family = strategy_family(winner.spec.parallelism)
     if family in FAMILIES_OF_OTHER_TRAINERS:
         text = f"Not needed: PyTorch's DDP and FSDP and DeepSpeed have {family} too."
@@ -159,7 +165,10 @@ def _answer_megatron(
 
 
 def _answer_zero_or_tensor(best_by_family: dict[StrategyFamily, Candidate]) -> str:
-    """Return which is faster or fits, sharded data parallelism alone or tensor parallelism alone."""
+    """Return a sentence that compares sharded data parallelism alone with tensor parallelism alone.
+
+    The better strategy stands first. If one of them is impossible, the sentence says so.
+    """
     sharded = best_by_family.get(StrategyFamily.SHARDED_DATA)
     tensor = best_by_family.get(StrategyFamily.TENSOR)
     if sharded is None or tensor is None:
@@ -181,7 +190,7 @@ def _misfit_phrase(fits: bool) -> str:
 
 
 def _describe_micro_batches(winner: Candidate) -> str:
-    """Return number and size of a replica's micro batches, and the pipeline bubble that follows."""
+    """Return sentences with the number and size of the micro batches per replica, and with the pipeline bubble."""
     spec = winner.spec
     size = plural(spec.batch.micro_batch_size, "sample")
     text = f"{plural(spec.microbatches, 'micro batch')} of {size} per replica."
@@ -195,7 +204,10 @@ def _describe_micro_batches(winner: Candidate) -> str:
 
 
 def _describe_changes(plan: Plan, winner: Candidate) -> str:
-    """Return the best strategy under each other circumstance, and the circumstances that change nothing."""
+    """Return a sentence with the best strategy under other circumstances, such as half the memory.
+
+    Circumstances that do not change the choice are listed at the end.
+    """
     phrases, unchanged = [], []
     for circumstance, request in _enumerate_variations(plan.request):
         ranked = search_configurations(request, kept=_NUM_RANKED).ranked
@@ -213,7 +225,7 @@ def _describe_changes(plan: Plan, winner: Candidate) -> str:
 
 
 def _enumerate_variations(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield other circumstances in words, each with the request that has them."""
+    """Yield pairs of a circumstance in words, such as "half the memory", and the request changed accordingly."""
     cluster = request.cluster
     outer = "inter" if cluster.nodes > 1 else "intra"
     link = getattr(cluster, outer)
@@ -231,7 +243,10 @@ def _enumerate_variations(request: Request) -> Iterator[tuple[str, Request]]:
 
 
 def _answer_inference(request: Request) -> str:
-    """Return the devices that hold the weights alone in bf16, a power of two, and advice on inference."""
+    """Return sentences with the number of devices that inference needs for the weights in bf16, and advice.
+
+    The number of devices is a power of two.
+    """
     weight_bytes, devices = 2 * total_parameters(request.template.shape), 1
     while weight_bytes > devices * request.capacity:
         devices *= 2

@@ -88,7 +88,7 @@ class AlpaPlan:
 
 
 def compare_with_alpa(plan: Plan) -> str:
-    """Return what Alpa's method chooses, compared with the winner of a plan, as one sentence.
+    """Return one sentence that compares the choice of Alpa's method with the winner of a plan.
 
     Raises:
         ValueError: The cluster has more than `MOST_DEVICES` devices.
@@ -114,22 +114,26 @@ def list_submeshes(devices: int, per_node: int) -> list[int]:
 def find_best_stages(
     units: int, meshes: list[int], devices: int, count: int, capacity: int, costs: Costs
 ) -> _Stages | None:
-    """Return the iteration's seconds and the stages with the least of them; None if nothing fits.
+    """Return the least seconds per iteration, and the stages that reach it; None if nothing fits.
 
-    The function solves the dynamic program for every bound on the slowest stage, from the lowest bound up.
+    The function solves the dynamic program once per bound on the slowest stage, from the lowest bound up.
 
     Args:
         units: Number of units of the model, in order.
-        meshes: Sizes of submeshes; the stages' sizes add up to `devices`.
+        meshes: Allowed numbers of devices per stage. The devices of all stages add up to `devices`.
         devices: Devices of the cluster.
         count: Number of micro batches, B.
         capacity: Bytes that a device may hold.
-        costs: Ways to run consecutive units on a number of devices.
+        costs: Function of first unit, end unit and number of devices. It returns the costs of all ways to run
+            these units as one stage.
     """
 
     @cache
     def find_fastest(first: int, end: int, mesh: int, flights: int) -> StageCost | None:
-        """Return the fastest way that fits with `flights` micro batches in flight; None if none fits."""
+        """Return the cost of the fastest way to run units `first` to before `end` on `mesh` devices.
+
+        Only ways that fit with `flights` micro batches in flight count. The result is None if no way fits.
+        """
         fitting = (
             cost
             for cost in costs(first, end, mesh)
@@ -167,10 +171,10 @@ def _solve_within_bound(
     count: int,
     find_fastest: _FindFastest,
 ) -> _Stages | None:
-    """Return the least sum of stage times where no stage exceeds `bound`, and the stages; None if there are none.
+    """Return the least sum of stage times and the stages that have it, if no stage may take longer than `bound`.
 
-    The program F(s, k, d) of the paper is solved from the last stage on. A stage with n later stages holds n more
-    micro batches in flight (1F1B).
+    The result is None if no stages meet the bound. The program F(s, k, d) of the paper is solved from the last
+    stage to the first. A stage with n later stages holds n more micro batches in flight (1F1B).
     """
     solved: dict[tuple[int, int], _Stages] = {(units, 0): (0.0, ())}
     best: _Stages | None = None
@@ -194,7 +198,7 @@ def _solve_within_bound(
 
 
 def run_alpa(request: Request) -> AlpaPlan | None:
-    """Return what Alpa's method chooses, over every number of micro batches; None if nothing fits.
+    """Return the fastest plan of Alpa's method over all numbers of micro batches; None if nothing fits.
 
     Raises:
         ValueError: The cluster has more than `MOST_DEVICES` devices.
@@ -221,9 +225,14 @@ def run_alpa(request: Request) -> AlpaPlan | None:
 
 
 def _build_stage_costs(request: Request, samples: int, units: int) -> Costs:
-    """Return the function of a stage's costs by the planner's formulas, for micro batches of `samples` samples.
+    """Return a function that gives the costs of a stage by the planner's formulas.
 
-    A stage is costed in a pipeline of up to three equal stages, in which it is the first, a middle or the last one.
+    Arguments of that function are the first unit, the end unit and the number of devices. The formulas need a full
+    pipeline, so the stage is put into one of up to three equal stages, as first, middle or last stage.
+
+    Args:
+        samples: Samples per micro batch over all replicas.
+        units: Number of units of the model.
     """
     layers_per_unit = request.template.shape.layers // units
 
@@ -246,7 +255,7 @@ def _build_stage_costs(request: Request, samples: int, units: int) -> Costs:
 def _enumerate_stage_specs(
     request: Request, samples: int, layers: int, stages: int, mesh: int
 ) -> Iterator[RunSpec]:
-    """Yield the legal runs of a model with so many `layers` and equal `stages` on `mesh` devices per stage."""
+    """Yield the legal runs of a model with `layers` layers in `stages` equal pipeline stages of `mesh` devices."""
     shape = replace(request.template.shape, layers=layers)
     template = replace(request.template, shape=shape)
     for split in enumerate_splits(shape, mesh):
@@ -262,7 +271,11 @@ def _enumerate_stage_specs(
 
 
 def _cost_stage_spec(request: Request, spec: RunSpec, rank: int, samples: int) -> StageCost:
-    """Return time and memory of pipeline rank `rank` of a run, for micro batches of `samples` samples."""
+    """Return the time per micro batch and the memory of pipeline rank `rank` of a run.
+
+    A micro batch has `samples` samples over all replicas. The time includes a share of the work after the last micro
+    batch.
+    """
     seconds, seconds_after = stage_seconds(spec, request.cluster, rank)
     single_batch = replace(spec, batch=replace(spec.batch, global_batch_size=samples))
     memory = estimate_rank_memory(single_batch, rank)
@@ -277,7 +290,10 @@ def _cost_stage_spec(request: Request, spec: RunSpec, rank: int, samples: int) -
 def _convert_to_candidate(
     request: Request, stages: tuple[AlpaStage, ...], samples: int
 ) -> Candidate | None:
-    """Return stages of equal layers and one split as a strategy of Megatron; None if the stages differ."""
+    """Return the candidate of Megatron that has these stages.
+
+    The result is None if the stages differ in layers or parallelism, or if Megatron refuses the run.
+    """
     lengths = {stage.end - stage.first for stage in stages}
     if len({stage.cost.split for stage in stages}) > 1 or len(lengths) > 1:
         return None

@@ -46,10 +46,12 @@ class _StatedProduct:
 
 
 def load_calibration(path: Path | None) -> Calibration:
-    """Return the constants of a JSON file with the names of `Calibration`; without a file, the defaults.
+    """Read the calibration constants of a device from a JSON file. Without a file, return the defaults.
+
+    The names in the file are the fields of `Calibration`. Fields that the file lacks have their defaults.
 
     Raises:
-        RequestError: The file is missing, is not JSON, or has a name that is not known.
+        RequestError: The file is missing, is not JSON, or has an unknown name.
     """
     if path is None:
         return Calibration()
@@ -71,7 +73,9 @@ def calibration_path(runs: Path, device: Device) -> Path:
 
 
 def load_device_calibration(runs: Path, device: Device) -> Calibration:
-    """Return the constants of a device that were measured on this machine, else those that the kit ships.
+    """Return the calibration constants of a device that were measured on this machine.
+
+    Without such a measurement, the constants that the kit ships are returned. For CPU cores these are nominal.
 
     Raises:
         RequestError: The file is not what `make calibrate` wrote.
@@ -84,13 +88,17 @@ def load_device_calibration(runs: Path, device: Device) -> Calibration:
 
 
 def calibrate_from_stated_products(text: str, cluster: Cluster, dtype: str) -> Calibration:
-    """Return a cluster's constants, changed so that products take the time that CALIBRATE= states.
+    """Return a cluster's calibration constants, changed so that products have the rates that CALIBRATE= states.
 
-    The text is one product, or several with commas between, such as `700 TFLOP/s on 4k x 4k x 4k in fp8`: rows,
-    columns and inner dimension, 1k being 1,024. A product without a dtype is in the run's.
+    A constant is a fraction of the device's peak. It is chosen so that `product_seconds` gives the stated rate. A
+    stated product in the run's dtype changes the constants of attention and of fp8 products by the same factor.
+    A stated product in fp8 sets its own constant.
 
-    The constant is the fraction of the peak with which `product_seconds` gives the stated rate. A product in the
-    run's dtype changes attention and fp8 products by the same factor, unless these are stated themselves.
+    Args:
+        text: One or more products, with commas between them, such as `700 TFLOP/s on 4k x 4k x 4k in fp8`. The
+            sizes are rows, columns and inner dimension, and 1k is 1,024. A product without a dtype has the run's.
+        cluster: The cluster.
+        dtype: The run's dtype.
 
     Raises:
         RequestError: The text cannot be read, or no fraction of the device's peak makes a product so fast.
@@ -116,7 +124,7 @@ def calibrate_from_stated_products(text: str, cluster: Cluster, dtype: str) -> C
 def _parse_stated_product(text: str, dtype: str) -> _StatedProduct:
     """Parse one product of CALIBRATE=, such as `700 TFLOP/s on 4k x 4k x 4k in fp8`.
 
-    `dtype` is that of the run. The product has it if the text states no dtype.
+    If the text states no dtype, the product has `dtype`, which is the dtype of the run.
 
     Raises:
         RequestError: The text has another form, or a number is 0.

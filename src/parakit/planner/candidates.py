@@ -23,10 +23,12 @@ LARGEST_MICRO_BATCH = 64
 def enumerate_splits(
     shape: ModelShape, devices: int, expert_tensor: int = 0
 ) -> Iterator[Parallelism]:
-    """Yield the parallel sizes that multiply to `devices` and divide the model's heads, sequence and layers.
+    """Yield every parallelism over `devices` ranks that splits the model's heads, sequence and layers evenly.
 
-    They have no virtual stages and no sharding. Experts are split over `expert_tensor` ranks; 0 takes the tensor
-    parallelism of all other layers.
+    Virtual stages and sharding are left out.
+
+    Args:
+        expert_tensor: Ranks over which each expert is split. 0 means the tensor parallelism of all other layers.
     """
     for tensor in divisors(devices):
         if shape.heads % tensor or shape.query_groups % tensor or shape.ffn_hidden % tensor:
@@ -75,9 +77,9 @@ def build_unsharded_spec(
 
 
 def list_recomputes(template: RunSpec) -> list[Recompute]:
-    """Return the recomputations to choose from, from no recomputation to full.
+    """Return the recomputations that a search tries, from no recomputation to full recomputation.
 
-    Selective recomputation is left out with fused attention, which stores no scores for backward.
+    With fused attention, selective recomputation is left out, because fused attention stores no scores anyway.
     """
     if template.fused_attention:
         return [Recompute.NONE, Recompute.FULL]
@@ -96,10 +98,10 @@ def enumerate_variants(plain: RunSpec) -> Iterator[RunSpec]:
 def list_virtual_stages(
     shape: ModelShape, split: Parallelism, microbatches: int
 ) -> tuple[int, ...]:
-    """Return the legal numbers of virtual stages, smallest first.
+    """Return the legal numbers of virtual stages per rank, smallest first.
 
-    Only 1 is legal without pipeline parallelism, and where the micro batches are no multiple of the stages, which
-    the interleaved schedule needs.
+    The result is `(1,)` without pipeline parallelism. It is also `(1,)` if the number of micro batches is no multiple
+    of the stages, because the interleaved schedule then cannot run.
     """
     if split.pipeline == 1 or microbatches % split.pipeline:
         return (1,)
@@ -112,10 +114,10 @@ _UNWRAPPED_SHARDINGS = [sharding for sharding in _FLAT_SHARDINGS if not sharding
 
 
 def list_shardings(split: Parallelism) -> Sequence[Sharding]:
-    """Return the shardings that change anything for a split, the one with the least memory last.
+    """Return the shardings (ZeRO) that a search tries for a split, the sharding with the least memory last.
 
-    PyTorch's FSDP2 is left out, because Megatron trains an untied model under it. With pipeline parallelism,
-    shardings that wrap modules are left out too.
+    Without data and context parallelism, only no sharding is tried. PyTorch's FSDP2 is left out, because Megatron
+    unties the embeddings under it. With pipeline parallelism ZeRO-2 and ZeRO-3 are left out too.
     """
     if split.data * split.context == 1:
         return [Sharding.NONE]
@@ -129,10 +131,10 @@ def min_memory_variant(plain: RunSpec) -> RunSpec:
 
 
 def list_cp_comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:
-    """Return the values of `--cp-comm-type` to choose from; `p2p` alone without context parallelism.
+    """Return the values of `--cp-comm-type` that a search tries.
 
-    All-to-all needs at least as many key and value heads as ranks. CPU ranks and Megatron's own layers
-    (`--transformer-impl local`) can only gather.
+    Without context parallelism the result is `p2p` alone. All-to-all is included only if CP divides the key and
+    value heads of a rank. CPU ranks and Megatron's own layers (`--transformer-impl local`) have `all_gather` alone.
     """
     if split.context == 1:
         return ("p2p",)

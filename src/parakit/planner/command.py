@@ -27,10 +27,12 @@ from parakit.planner.result import NothingFitsError, plan_strategies
 def plan(given: Namespace) -> int:
     """Run the command `plan` and return its exit code: 0, or 1 if no strategy fits.
 
-    LARGEST= searches the largest model, STRATEGY= predicts one strategy, and everything else ranks all strategies.
+    With LARGEST= the command searches for the largest models. With STRATEGY= it predicts one strategy. Otherwise it
+    ranks all strategies.
 
     Raises:
-        ValueError: The request contradicts itself or names what does not exist; the message is one sentence.
+        ValueError: The options contradict each other, or name something that does not exist. The message is one
+            sentence.
     """
     options = plan_options(given)
     if options.largest:
@@ -39,8 +41,9 @@ def plan(given: Namespace) -> int:
 
 
 def _predict_one_strategy(options: PlanOptions) -> int:
-    """Print the prediction of STRATEGY=, and of WHAT_IF= if it is given, draw them if SVG= names a file, and
-    return 0.
+    """Print the prediction of the strategy in STRATEGY=, and return 0.
+
+    With WHAT_IF=, the prediction with the changed options is printed too. With SVG=, the predictions are also drawn.
     """
     if options.recipe:
         raise RequestError("RECIPE= is of a search; give STRATEGY= its flags with EXTRA=.")
@@ -57,7 +60,10 @@ def _predict_one_strategy(options: PlanOptions) -> int:
 
 
 def _rank_strategies(options: PlanOptions) -> int:
-    """Print, and draw, the ranking of all strategies; return 1 with a message on stderr if nothing fits."""
+    """Print the ranking of all strategies and return 0. If nothing fits, print the reason on stderr and return 1.
+
+    With SVG=, the ranking is also drawn.
+    """
     try:
         result = plan_strategies(options)
     except NothingFitsError as error:

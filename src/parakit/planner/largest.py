@@ -38,7 +38,7 @@ _MICRO_BATCHES_PER_STAGE = 4
 
 @dataclass(frozen=True)
 class LargestModel:
-    """The largest model of the family that one strategy holds; all numbers are 0 if none fits."""
+    """Largest model of a family of growing models that fits with one strategy. All numbers are 0 if none fits."""
 
     strategy: str
     recompute: str
@@ -76,10 +76,10 @@ def show_largest(options: PlanOptions) -> int:
 def find_largest_models(
     device: Device, devices: int, seq_length: int = _SEQUENCE, dtype: str = "bf16"
 ) -> list[LargestModel]:
-    """Return the largest models per strategy, each without recomputation and then with full recomputation.
+    """Return two models per strategy: the largest without recomputation, and the largest with full recomputation.
 
-    Strategies have one kind of parallelism (tensor and context parallelism inside a node only), or tensor and sequence
-    parallelism with stages or replicas.
+    Most strategies have one kind of parallelism. Tensor and context parallelism are tried only inside a node. Two
+    further strategies combine tensor and sequence parallelism with pipeline stages or with replicas.
     """
     capacity = recommended_bytes(device.memory_bytes)
     models = []
@@ -99,7 +99,12 @@ def find_largest_models(
 
 
 def _list_strategies(devices: int, domain: int) -> list[str]:
-    """Return names of strategies over all devices; `domain` is the number of devices of a node."""
+    """Return the names of the strategies for which the largest model is searched.
+
+    Args:
+        devices: Number of devices that each strategy uses.
+        domain: Number of devices in a node.
+    """
     if devices == 1:
         return ["baseline"]
     data = [f"dp{devices}{suffix}" for suffix in ("", "-zero1", "-zero2", "-zero3")]
@@ -115,10 +120,10 @@ def _list_strategies(devices: int, domain: int) -> list[str]:
 def _enumerate_growing_models(
     name: str, devices: int, seq_length: int, dtype: str
 ) -> Iterator[RunSpec]:
-    """Yield runs of ever larger models of the family that a strategy can split, without end.
+    """Yield runs of ever larger models that a strategy can split evenly. The iterator does not end.
 
-    Layers are multiples of its stages, and heads multiples of its tensor parallelism. The width of heads keeps the
-    hidden size in proportion.
+    The number of layers is a multiple of the pipeline stages, and the number of heads a multiple of the tensor
+    parallelism. The width of a head is chosen so that the hidden size stays in proportion to the layers.
     """
     split = parse_strategy(name, devices)
     tensor, pipeline = split.tensor, split.pipeline
@@ -150,7 +155,7 @@ def _format_size(model: LargestModel) -> str:
 def _build_table(
     models: list[LargestModel], title: str
 ) -> Table[tuple[LargestModel, LargestModel]]:
-    """Return a table with a row per strategy: the models without and with recomputed layers."""
+    """Return a table with a row per strategy. A row has the largest models without and with recomputed layers."""
     columns = (
         Column[tuple[LargestModel, LargestModel]](
             "strategy", lambda pair: pair[0].strategy, right=False

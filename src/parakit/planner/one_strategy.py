@@ -117,7 +117,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
 
 
 def _parse_named_strategy(options: PlanOptions) -> Parallelism:
-    """Return the degrees of the strategy that STRATEGY= names, checked against the devices that the options name.
+    """Return the parallelism that STRATEGY= names. Its number of devices must be the number that the options state.
 
     Raises:
         RequestError: The strategy is not in the grammar, does not multiply to the number of devices, or splits
@@ -150,8 +150,8 @@ def _parse_named_strategy(options: PlanOptions) -> Parallelism:
 def _build_spec(options: PlanOptions, request: Request, parallelism: Parallelism) -> RunSpec:
     """Return the run that the strategy trains, with the batch, recomputation and flags of the request.
 
-    Recomputation flags in EXTRA= win over RECOMPUTE=. A layout of stages in the flags gives the number of virtual
-    stages, unless the strategy names it.
+    Recomputation flags in EXTRA= win over RECOMPUTE=. If the strategy names no virtual stages, their number follows
+    from the layout of stages in the flags.
     """
     template, flags = request.template, Flags(request.extra)
     micro_batch_size = options.micro_batch or request.model.batch.micro_batch_size
@@ -176,11 +176,12 @@ def _build_spec(options: PlanOptions, request: Request, parallelism: Parallelism
 
 
 def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
-    """Return the options with some variables replaced, as a text such as `WHAT_IF="GPU=b200 MICRO_BATCH=2"`
-    states.
+    """Return the options with the variables replaced that a text such as `GPU=b200 MICRO_BATCH=2` sets.
+
+    If the text sets STRATEGY= or GPUS=, the number of devices in the options is dropped.
 
     Raises:
-        RequestError: A word of the text sets no variable of `make plan`; the message has a similar name.
+        RequestError: A word of the text sets no variable of `make plan`. The message suggests a similar name.
     """
     known = {setting.name: setting for setting in PLAN if setting.name not in _NOT_COMPARED}
     changed: dict[str, Any] = {}
@@ -210,8 +211,11 @@ _NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "LARGEST"
 def encode_timed_strategy(
     timed: TimedStrategy, other: TimedStrategy | None = None
 ) -> dict[str, Any]:
-    """Return a prediction as data for JSON, in bytes and seconds. If WHAT_IF= was given, its prediction is
-    included.
+    """Return a prediction as a dictionary for JSON, in bytes and seconds.
+
+    Args:
+        timed: The strategy that STRATEGY= names.
+        other: The strategy with the changes of WHAT_IF=, which is included; None without WHAT_IF=.
     """
     return {
         "model": timed.request.model.name,
@@ -225,7 +229,9 @@ def encode_timed_strategy(
 
 
 def print_timed_strategies(strategies: Sequence[TimedStrategy], console: Console) -> None:
-    """Print sentences about each strategy, the breakdown of their times, and the command that trains the first."""
+    """Print sentences about each strategy, a table that breaks down their times, and the command that trains the
+    first strategy.
+    """
     for strategy in strategies:
         if strategy.uncertainty.warning:
             console.print(strategy.uncertainty.warning, style="bold yellow", highlight=False)
@@ -268,7 +274,9 @@ def draw_timed_strategies(strategies: Sequence[TimedStrategy], path: Path) -> No
 
 
 def _describe_prediction(timed: TimedStrategy) -> list[str]:
-    """Return a prediction in two sentences: the job with time and rates, and the memory."""
+    """Return two sentences about a prediction. The first has the job, its time and its rates, the second the
+    memory.
+    """
     candidate, request = timed.candidate, timed.request
     cluster, batch = request.cluster, candidate.spec.batch
     nodes = f" ({cluster.nodes} nodes, {cluster.network})" if cluster.nodes > 1 else ""

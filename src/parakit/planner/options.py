@@ -17,7 +17,10 @@ class RequestError(ValueError):
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """Options of `plan`: the values of the variables `PLAN`, by their names in small letters. None means "not set"."""
+    """Options of the command `plan`: one field per variable of make in `PLAN`, with its name in lower case.
+
+    None means that the variable is not set.
+    """
 
     model: str = ""
     gpu: str = PLAN_GPU.default

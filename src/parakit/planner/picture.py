@@ -101,7 +101,8 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
 
 
 def _select_points(plan: Plan) -> list[Candidate]:
-    """Return the Pareto frontier of each strategy and recomputation.
+    """Return the candidates to draw: for each pair of strategy and recomputation, the Pareto frontier of time and
+    memory.
 
     All examined candidates would be thousands of points, which take megabytes and hide one another.
     """
@@ -117,7 +118,10 @@ def _select_points(plan: Plan) -> list[Candidate]:
 
 
 def _label_points(axes: Axes, frontier: list[Candidate]) -> None:
-    """Write the strategy at the ends of the frontier and at a few points between, once per strategy."""
+    """Write names of strategies at both ends of the frontier and at a few points between them.
+
+    Each strategy is named once.
+    """
     step = max(1, (len(frontier) - 1) // (_NUM_LABELS - 1)) if len(frontier) > 1 else 1
     chosen = {c.strategy: c for c in [*frontier[::-step][::-1], frontier[-1], frontier[0]]}
     for candidate in chosen.values():

@@ -48,10 +48,12 @@ NOTES = (
 
 
 def dryrun(given: Namespace) -> int:
-    """Dry-run the named ranks and print them; return 1 if a rank differs from its closed form, else 0.
+    """Dry-run the named ranks, print their counts beside the planner's closed forms, and return the exit code.
+
+    The exit code is 1 if a rank differs from its closed form, else 0.
 
     Raises:
-        ValueError: The dry run is not possible; the message is one sentence.
+        ValueError: The dry run is not possible. The message is one sentence.
     """
     model = find_model(given.model)
     refuse_misspelled_flags(model.flags)
@@ -73,10 +75,10 @@ def dryrun_arguments(parser: ArgumentParser) -> None:
 
 
 def _parse_parallelism(arguments: Namespace, model: Model) -> Parallelism:
-    """Return the strategy of STRATEGY=, or of the degrees that a command line names one by one.
+    """Return the parallelism that STRATEGY= names, or that the options for single parallel sizes state.
 
     Raises:
-        DryRunError: Both are arguments.
+        DryRunError: The command line has both STRATEGY= and single sizes.
         StrategyError: There is no such strategy.
     """
     degrees = (arguments.dp, arguments.tp, arguments.pp, arguments.cp, arguments.ep, arguments.vpp)
@@ -103,10 +105,13 @@ def _parse_parallelism(arguments: Namespace, model: Model) -> Parallelism:
 
 
 def _build_spec(arguments: Namespace, model: Model) -> RunSpec:
-    """Return the run that a command line describes, with defaults for what it leaves out.
+    """Return the run that a command line describes.
+
+    Without `--global-batch`, each replica has two micro batches per pipeline stage. Other options that are absent
+    have the values of the model.
 
     Raises:
-        DryRunError: The dtype is not known, or both STRATEGY= and degrees are arguments.
+        DryRunError: The dtype is unknown, or the command line has both STRATEGY= and single sizes.
     """
     parallelism = _parse_parallelism(arguments, model)
     dtype = arguments.dtype or model.dtype
@@ -126,7 +131,7 @@ def _build_spec(arguments: Namespace, model: Model) -> RunSpec:
 
 
 def encode_dry_run(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> dict[str, Any]:
-    """Return the dry runs of a run's ranks as `dryrun --json` prints them: bytes and seconds."""
+    """Return the dry runs of a run's ranks as a dictionary for `dryrun --json`, in bytes and seconds."""
     return {
         "model": model.name,
         "strategy": strategy_name(spec.parallelism),
@@ -142,7 +147,10 @@ def encode_dry_run(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) 
 
 
 def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank]) -> None:
-    """Print the run, then per rank a table of figures, a table of calls, and whether the closed form holds."""
+    """Print the run, and then two tables per rank: its figures and its calls.
+
+    A sentence after the tables of a rank says if the closed form holds.
+    """
     console = wide_console()
     parallelism, batch = spec.parallelism, spec.batch
     console.print(
@@ -164,7 +172,9 @@ def print_comparisons(model: Model, spec: RunSpec, comparisons: list[CheckedRank
 
 
 def _build_figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]:
-    """Return a table of one rank's parameters, bytes and micro batches, by dry run and by closed form."""
+    """Return a table of one rank's parameters, bytes and micro batches, with a column for the dry run and one for
+    the closed form.
+    """
     report = comparison.report
     module = report.memory.peak_module.removeprefix("module.module.")
     title = (
@@ -190,7 +200,10 @@ def _build_figures_table(comparison: CheckedRank) -> Table[tuple[str, str, str]]
 
 
 def comparison_sentence(comparison: CheckedRank) -> str:
-    """Return that the closed form holds, or all differences, with the time and memory of the dry run."""
+    """Return text that says that the closed form holds, or lists all differences from it.
+
+    The text ends with the time and memory that the dry run took.
+    """
     report = comparison.report
     cost = f"({report.seconds:.1f} s, {gib(report.process_bytes, 2)} GiB of this machine)"
     if comparison.agrees:
@@ -244,8 +257,9 @@ def _build_calls_table(comparison: CheckedRank) -> Table[CallSummary]:
 
 
 def print_verified(verified: list[VerifiedStrategy], console: Console) -> None:
-    """Print a table of all dry-run candidates, then the candidates that could not be run, and the differences
-    from the closed forms.
+    """Print a table with one row per rank of the candidates that were dry-run.
+
+    After the table, the candidates that could not be run and the differences from the closed forms are printed.
     """
     rows = [
         (item.candidate.strategy, comparison)

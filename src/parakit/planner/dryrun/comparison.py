@@ -50,7 +50,7 @@ class CallDifference:
 
 @dataclass(frozen=True)
 class CheckedRank:
-    """A rank with its counts by the dry run, and its numbers by the closed forms."""
+    """Counts of one rank from the dry run, and the planner's numbers for this rank from closed forms."""
 
     report: RankReport
     pipeline_rank: int
@@ -73,7 +73,7 @@ class CheckedRank:
 def dry_run_ranks(
     runner: DryRunner, model: Model, spec: RunSpec, ranks: tuple[int, ...]
 ) -> list[CheckedRank]:
-    """Dry-run the ranks of a run and return each compared with its closed forms.
+    """Dry-run the ranks of a run, and return the comparison of each rank with its closed forms.
 
     Raises:
         DryRunError: Megatron refused a rank or failed.
@@ -84,8 +84,9 @@ def dry_run_ranks(
 
 
 def compare_rank(spec: RunSpec, report: RankReport) -> CheckedRank:
-    """Compare the bytes and calls of a rank's dry run with the closed forms, and return both with their
-    differences.
+    """Compare the bytes and calls of a rank's dry run with the planner's closed forms.
+
+    The result has the numbers of both, and their differences in calls.
     """
     stage = spec.parallelism.pipeline_rank(report.rank)
     as_run = drop_transformer_engine(spec)
@@ -121,9 +122,9 @@ class VerifiedStrategy:
 
 
 def dry_run_plan(plan: Plan, count: int) -> list[VerifiedStrategy]:
-    """Dry-run the first and last rank of the `count` best candidates for which that is possible.
+    """Dry-run the first and the last rank of the `count` best candidates that can be dry-run.
 
-    Candidates that are passed over are in the list too, with the reason.
+    Better candidates that cannot be dry-run are in the list too, with the reason.
     """
     verified: list[VerifiedStrategy] = []
     with DryRunner() as runner:
@@ -142,7 +143,7 @@ def dry_run_plan(plan: Plan, count: int) -> list[VerifiedStrategy]:
 
 
 def _pair_memory(spec: RunSpec, report: RankReport, stage: int) -> dict[str, tuple[int, int]]:
-    """Return the bytes of a pipeline stage by category, from the dry run and from the closed form."""
+    """Return pairs of bytes by category of memory: from the dry run, and from the closed form of the stage."""
     counted = report.memory.categories
     closed = estimate_rank_memory(spec, stage)
     short_lived = (MemoryCategory.LOGITS, MemoryCategory.TEMPORARY, MemoryCategory.COMMUNICATION)

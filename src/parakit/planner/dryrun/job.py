@@ -41,8 +41,8 @@ class DryRunError(ValueError):
 def drop_transformer_engine(spec: RunSpec) -> RunSpec:
     """Return a run as Megatron runs it without Transformer Engine.
 
-    Megatron's own attention stores its scores for backward. Under context parallelism the kit's attention replaces it:
-    it gathers K and V, which sends the ring's bytes in other calls, and stores no scores.
+    Megatron's own attention stores its scores for backward. Under context parallelism the kit's attention replaces
+    Megatron's. The kit's attention stores no scores. It gathers K and V, which sends as many bytes as a ring.
     """
     has_context = spec.parallelism.context > 1
     return replace(spec, fused_attention=has_context, fused_norms=False, cp_comm_type="all_gather")
@@ -52,7 +52,7 @@ def refuse_unsupported(spec: RunSpec) -> None:
     """Raise an error if a dry run cannot run this run.
 
     Raises:
-        DryRunError: It cannot; the message has one sentence per reason.
+        DryRunError: The run cannot be dry-run. The message has one sentence per reason.
     """
     parallelism = spec.parallelism
     problems = list(find_violations(drop_transformer_engine(spec)))
@@ -78,7 +78,7 @@ def refuse_unsupported(spec: RunSpec) -> None:
 def encode_flags(model: Model, spec: RunSpec) -> tuple[str, ...]:
     """Return Megatron's arguments for a run, as `make train-…` would give them to CPU ranks.
 
-    The precision is that of the run, because it decides bytes.
+    The dtype stays the dtype of the run, because the number of bytes depends on it.
     """
     shape = spec.shape
     cpu_flags = read_args_file(PACKAGE / "launch" / "runtimes" / "cpu.args")
@@ -95,9 +95,9 @@ def encode_flags(model: Model, spec: RunSpec) -> tuple[str, ...]:
 
 
 def parse_ranks(text: str, spec: RunSpec) -> tuple[int, ...]:
-    """Return the global ranks of a text such as `first,last` or `0,7`, each once.
+    """Return the global ranks that a text such as `first,last` or `0,7` names, each once, in the text's order.
 
-    `first`, `middle` and `last` are ranks of these pipeline stages.
+    `first` is rank 0, `middle` is the first rank of the middle pipeline stage, and `last` is the last rank.
 
     Raises:
         DryRunError: A part of the text is neither a name nor a number, or a rank is outside the world.
@@ -130,7 +130,7 @@ _ENVIRONMENT = {
 
 
 class DryRunner:
-    """Process that runs jobs one after another, for as long as the `with` block."""
+    """Process that runs dry-run jobs one after another. It ends with the `with` block."""
 
     def __init__(self, *, verbose: bool = False) -> None:
         """Create a runner; `verbose` prints Megatron's own lines to stderr."""
@@ -161,7 +161,7 @@ class DryRunner:
         """Run one rank and return its report.
 
         Raises:
-            DryRunError: Megatron refused or failed; the message is Megatron's last one.
+            DryRunError: Megatron refused the job or failed. The message has Megatron's error.
         """
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None

@@ -45,13 +45,15 @@ _NUM_SHOWN_LINES = 6
 
 
 def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool) -> None:
-    """Print the errors of predictions of a file's measurements, or fit the constants anew.
+    """Print the errors of the predictions for the measurements in a file, or fit the constants anew.
 
-    For the kit's own file, `errors.csv`, the page and the picture are written too.
+    For the kit's own file, `errors.csv`, the page and the picture are written too, unless `leave_out` or `json` is
+    set.
 
     Args:
-        readings: File of measurements; None takes the kit's own file.
-        leave_out: Source without which the constants are fitted; None leaves out each measurement's own source.
+        readings: File of measurements. None means the kit's own file.
+        leave_out: Source whose measurements the constants were fitted without. None means that each measurement is
+            predicted with constants that were fitted without its own source.
         json: True prints JSON.
         fit: True fits the constants, which takes minutes, and prints no errors.
 
@@ -94,10 +96,10 @@ def validate_arguments(parser: ArgumentParser) -> None:
 
 
 def _find_source(name: str, sources: set[str]) -> str:
-    """Return the source with this name, or the only source whose name contains it in any case.
+    """Return the source with this name, or the only source whose name contains `name` in upper or lower case.
 
     Raises:
-        MeasurementsError: No source contains the name, or several do; the message lists them.
+        MeasurementsError: No source or several sources contain the name. The message lists them.
     """
     matches = [source for source in sorted(sources) if name.lower() in source.lower()]
     if name in sources:
@@ -109,7 +111,9 @@ def _find_source(name: str, sources: set[str]) -> str:
 
 
 def _print_errors(residuals: Residuals, errors: PredictionErrors, console: Console) -> None:
-    """Print tables of the errors and intervals, how good the planner's choices are, and the refused rows."""
+    """Print tables of errors and intervals, the time that the planner's choices lose, and the rows that cannot be
+    predicted.
+    """
     if residuals.predicted:
         console.print(_MEANING, highlight=False)
     kinds = [*group_by_kind(residuals), *group_by_split(residuals)]
@@ -142,7 +146,7 @@ _COVERAGE_COLUMNS = (
 
 
 def _print_refused(residuals: Residuals, console: Console) -> None:
-    """Print how many measurements are predicted, and the lines and reasons of the others by source."""
+    """Print the number of predicted measurements. List the other measurements by source, with reasons and rows."""
     total = len(residuals.predicted) + len(residuals.refused)
     ending = " Not predicted:" if residuals.refused else ""
     console.print(f"{len(residuals.predicted)} of {total} measurements are predicted.{ending}")
@@ -220,7 +224,7 @@ def _build_group_table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup
     name_column = Column[ErrorGroup](title, lambda group: group.name, right=False, wraps=True)
 
     def count(group: ErrorGroup) -> str:
-        """Return the number of predicted measurements, and of all if it differs."""
+        """Return the number of predicted measurements. If others are not predicted, add the number of all."""
         predicted = len(group.errors)
         return str(predicted) if predicted == group.readings else f"{predicted}/{group.readings}"
 

@@ -40,7 +40,7 @@ def _case_applies(
     Args:
         case: The case. Conditions that it leaves out are met.
         measurement: The published measurement.
-        release: Release of the container that the measurement used, such as 26.06; 0 if it is not known.
+        release: Release of the container that the measurement used, such as 26.06, or 0 if unknown.
     """
     # The last part of `gpt2.md@9e64ede:390` is a line of the page; some cases apply to a range of lines.
     line, (first, last) = measurement.where.rpartition(":")[2], case.get("lines", (0, 0))
@@ -74,9 +74,10 @@ def origin_of_source(source: str) -> str:
 
 
 def container_release(measurement: PublishedMeasurement, facts: Mapping[str, Any]) -> float:
-    """Return the release of NVIDIA's container that a measurement used, such as 26.06.
+    """Return the release of NVIDIA's container that a measurement used, such as 26.06, or 0 if unknown.
 
-    It is stated in the notes, or follows from the path by the source's fact `released`; 0 means that it is not known.
+    The notes of the measurement state the release. Otherwise the source's fact `released` gives it for parts of the
+    measurement's path.
     """
     noted = re.search(r"release (\d+\.\d+)", measurement.notes)
     if noted:
@@ -87,9 +88,9 @@ def container_release(measurement: PublishedMeasurement, facts: Mapping[str, Any
 
 @cache
 def model_facts(model: str) -> dict[str, Any]:
-    """Return the facts about a model from `models.yaml`; empty if the file has no entry for it.
+    """Return the facts about a model from `models.yaml`. The result is empty if no entry of the file matches.
 
-    The entry is the one with the longest name with which the model's name begins.
+    An entry matches if the model's name begins with the entry's name. The entry with the longest name is taken.
     """
     name = re.sub("^llama-", "llama", model.lower().replace("_", "-")).replace(
         "llama31", "llama3.1"
@@ -107,8 +108,8 @@ def model_entries() -> dict[str, dict[str, Any]]:
 def _read_source(source: str) -> dict[str, Any]:
     """Return the facts of a source from `sources.yaml`.
 
-    The entry is the one with the longest name with which the source's name begins. Facts that it lacks come from the
-    entry with the empty name, which has the defaults.
+    An entry matches if the source's name begins with the entry's name. The entry with the longest name is taken. Facts
+    that this entry lacks come from the entry with the empty name, which has the defaults.
     """
     sources = _read_facts("sources")
     longest = max((name for name in sources if source.startswith(name)), key=len)

@@ -106,10 +106,10 @@ class PredictionErrors:
         )
 
     def interval(self, item: Residual, level: float) -> tuple[float, float]:
-        """Return the smallest and the largest figure to expect of a measurement, in the measurement's unit.
+        """Return the smallest and the largest value to expect of a published measurement, in the measurement's unit.
 
-        The published figure lies between them with the probability `level`. If the source leaves out a size, the
-        interval includes every run that may have been measured.
+        The published value lies between them with the probability `level`. If the source does not state a size, such
+        as the micro batch, the interval includes every run that the source may have measured.
         """
         low, high = self._intervals_of(item)[level]
         is_rate = item.seconds is not None and item.measurement.metric != "step_time_s"
@@ -132,7 +132,7 @@ class PredictionErrors:
         return TimeInterval(len(near), _compute_intervals(near)) if near else None
 
     def to_csv(self) -> str:
-        """Return the text of `errors.csv`: one line per set of features and source, with all errors of both."""
+        """Return the text of `errors.csv`. A line has all errors of one source for runs with the same features."""
         lines = []
         for features, errors in self._errors.items():
             values_by_source = defaultdict[str, list[float]](list)
@@ -150,10 +150,10 @@ class PredictionErrors:
         return "\n".join([",".join(_COLUMNS), *sorted(lines), ""])
 
     def _intervals_of(self, item: Residual, elsewhere: bool = False) -> dict[float, Interval]:
-        """Return the intervals of a measurement by level, from errors of other configurations.
+        """Return the intervals for the error of a measurement, by level, from errors of similar runs.
 
-        If `elsewhere` is True, all errors of the measurement's source are left out, too. With too few similar errors,
-        all intervals reach from half to twice the prediction.
+        Errors of the same configuration are left out. If `elsewhere` is True, all errors of the measurement's source
+        are left out too. If there are too few similar errors, all intervals reach from half to twice the prediction.
         """
         features, configuration = _features_of_residual(item), hash(item.measured_run.spec)
         left_out_source = item.measurement.source if elsewhere else ""
@@ -172,10 +172,11 @@ class PredictionErrors:
     def _nearest_errors(
         self, features: ErrorFeatures, keep: Callable[[_Error], bool]
     ) -> list[_Error]:
-        """Return about `_NUM_NEAREST` errors of the runs that are most similar to a run with these features.
+        """Return at least `_NUM_NEAREST` errors of the runs that are most similar to a run with these features.
 
-        Only errors for which `keep` is True are returned. All errors of equally similar runs are returned together, so
-        that there may be more. The list is empty if there are fewer than `_FEWEST_ERRORS`.
+        Only errors for which `keep` is True are returned. Errors of equally similar runs are returned together, so the
+        list may be longer. It is shorter if there are no more similar runs, and empty if it would have fewer than
+        `_FEWEST_ERRORS`.
         """
         if features not in self._by_distance:
             distances = ((_distance(features, other), other) for other in self._errors)
@@ -217,11 +218,10 @@ def load_public_errors() -> PredictionErrors:
 
 
 def _compute_intervals(errors: list[_Error]) -> dict[float, Interval]:
-    """Return for each level the interval that holds this fraction of the errors, by weight.
+    """Return one interval per level. The level is the fraction of the errors, by weight, in the interval.
 
-    A source with n errors has the weight √n. Above 80% an interval's ends would depend on single errors. They
-    are therefore limited to `_MOST_STRETCH` times the distance from the median that the 80% interval's ends
-    have.
+    The n errors of a source have the weight √n together. Above 80% the ends of an interval would depend on single
+    errors. An end is therefore at most `_MOST_STRETCH` times as far from the median as the end of the 80% interval.
     """
     num_by_source = Counter(error.source for error in errors)
     weighted = sorted((error.value, num_by_source[error.source] ** -0.5) for error in errors)
@@ -303,7 +303,8 @@ def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) ->
 def _distance(features: ErrorFeatures, other: ErrorFeatures) -> float:
     """Return the distance of two runs. The larger it is, the less an error of one run tells about the other.
 
-    It adds up differences of kind, device, number of parameters and number of devices; 0 means no difference.
+    The distance is the sum of differences in kind, device, number of parameters and number of devices. 0 means that
+    there is no difference.
     """
     device = _DEVICE_DISTANCE if features.device != other.device else 0.0
     doublings = abs(features.parameters - other.parameters) + abs(features.devices - other.devices)

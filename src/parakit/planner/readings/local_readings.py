@@ -47,7 +47,7 @@ MeasurementRow = dict[str, str]
 def build_measurement_row(
     spec: RunSpec, argv: Sequence[str], device: Device, run: str, seconds: float
 ) -> MeasurementRow:
-    """Return a measured run as a row of the file of the user's own measurements.
+    """Return the row that records a measured run in the file of the user's measurements.
 
     Args:
         spec: The run that was trained.
@@ -98,7 +98,7 @@ def build_measurement_row(
 
 
 def add_rows(path: Path, rows: Iterable[MeasurementRow]) -> int:
-    """Add rows to a file, and replace the rows of configurations that they measure once more.
+    """Add rows to a file of measurements. A new row replaces an old row of the same configuration.
 
     The file and its folder are created if they do not exist.
 
@@ -107,7 +107,7 @@ def add_rows(path: Path, rows: Iterable[MeasurementRow]) -> int:
 
     Raises:
         OSError: The folder cannot be written, or another process has locked the file for ten seconds.
-        MeasurementsError: The file exists and is no table of measurements; it stays as it is.
+        MeasurementsError: The file exists and is no table of measurements. It is not changed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with _lock_path(path.with_name(f".{path.name}.lock")):
@@ -130,17 +130,16 @@ class OwnRuns:
     residuals: tuple[Residual, ...] = ()
 
     def bias(self, spec: RunSpec) -> float:
-        """Return the logarithm of predicted over true time to expect of a run; 0 without measurements.
+        """Estimate the error of a run's predicted time: the logarithm of predicted time divided by true time.
 
-        It is the best linear estimate from the logarithms of the measurements' errors (kriging, or a Gaussian
-        process). All runs share one part of the error, and similar runs share another. If the same run was
-        measured, the estimate is close to its measured error. If no similar run was measured, it is close to
-        the mean of all errors.
+        The estimate is 0 without measurements. It is the best linear estimate from the logarithms of the
+        measurements' errors (kriging, or a Gaussian process). If the same run was measured, the estimate is close to
+        the measured error. If no similar run was measured, the estimate is close to the mean of all errors.
         """
         return self._estimate_bias(spec, self.residuals)
 
     def remaining(self) -> tuple[float, ...]:
-        """Return the error that remains of each measurement when the other measurements correct its prediction.
+        """Return the error that each measurement still has after the other measurements have corrected its prediction.
 
         The result is empty for fewer than `_FEWEST_RUNS` measurements.
         """
@@ -165,7 +164,7 @@ class OwnRuns:
         )
 
     def _estimate_bias(self, spec: RunSpec, known: Sequence[Residual]) -> float:
-        """Return the bias to expect of a run from the errors of the `known` measurements."""
+        """Estimate the logarithm of predicted over true time of a run from the errors of the `known` measurements."""
         if not known:
             return 0.0
         # The planner in the browser has no NumPy; nobody has runs of their own there.
