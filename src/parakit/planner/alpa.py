@@ -290,7 +290,7 @@ def _cost_stage_spec(request: Request, spec: RunSpec, rank: int, samples: int) -
 def _convert_to_candidate(
     request: Request, stages: tuple[AlpaStage, ...], samples: int
 ) -> Candidate | None:
-    """Return the candidate of Megatron that has these stages.
+    """Return the strategy of Megatron that has these stages, evaluated as a candidate.
 
     The result is None if the stages differ in layers or parallelism, or if Megatron refuses the run.
     """

@@ -222,10 +222,10 @@ def _drop_unmeasured(spec: RunSpec) -> RunSpec:
 
 
 def _covariance(spec: RunSpec, other: RunSpec) -> float:
-    """Return the covariance of two runs' errors.
+    """Return the covariance of the prediction errors of two runs.
 
-    The covariance falls with the doublings between the sizes of the two runs. A choice that differs counts as
-    one doubling.
+    The covariance falls with the differences of the two runs. A factor of 2 between two sizes counts as one
+    difference, and so does a setting that is not equal.
     """
     (sizes, choices), (other_sizes, other_choices) = _features(spec), _features(other)
     differences = sum(abs(log2(a / b)) for a, b in zip(sizes, other_sizes, strict=True))
@@ -250,7 +250,7 @@ def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
 def _configuration_key(row: MeasurementRow) -> tuple[str, ...]:
     """Return a key that is equal for rows that measure the same configuration on the same machine.
 
-    It has all columns but the measured value and the name of the run folder.
+    The key has all columns except the measured value and the name of the run folder.
     """
     columns = [name for name in _COLUMNS if name not in ("url_or_path", "value")]
     machine = row.get("url_or_path", "").partition(":")[0]

@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Execution:
-    """Switches of a run. The defaults are Megatron's without further flags, as in the six published runs of the kit."""
+    """Options of a run that change its time and not its losses, such as overlapped communication.
+
+    The defaults are those of Megatron without further flags, as in the six runs that the kit has published.
+    """
 
     overlap_gradients: bool = False
     """`--overlap-grad-reduce`: gradients are reduced concurrently with backward."""
