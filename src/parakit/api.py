@@ -59,23 +59,25 @@ def plan(
     Args:
         model: Name of a model of the kit or of published measurements (`deepseek-v3`), or the path of an `.args`
             file or of a Hugging Face `config.json`.
-        gpus: The total number of devices. Without it: nodes times devices per node, or one device.
+        gpus: The total number of devices. None takes nodes times devices per node, or else one device.
         gpu: Key of the device, such as `h100`, `a100-80g` or `cpu`.
         nodes: The number of machines.
-        gpus_per_node: Devices per machine; without it those of an NVLink domain.
-        intra: Key of the link inside a machine; without it the device's usual link.
-        inter: Key of the network between machines; without it the device's usual one.
-        nics: Network ports per machine; without it one per device.
-        oversubscription: Bandwidth of the network's edge over that of its core, at least 1.
-        imbalance: Tokens of the busiest expert rank over the mean, at least 1. Only for models with experts.
-        global_batch: Samples per iteration on all devices; without it the model's own number.
-        seq: Tokens per sample; without it the model's own number.
-        dtype: `bf16`, `fp16`, `fp32` or `fp8`; without it the model's own.
-        tokens: Number of tokens to train on. The result then has the days that training takes.
-        recipe: `tuned` also tries flags that change how an iteration is computed and communicated; `all`
-            also tries fewer bits. Without it Megatron's defaults stay.
+        gpus_per_node: Devices per machine; None takes the number of devices in an NVLink domain.
+        intra: Key of the link inside a machine; None takes the device's usual link.
+        inter: Key of the network between machines; None takes the device's usual network.
+        nics: Network ports per machine; None takes one port per device.
+        oversubscription: Bandwidth of the network's edge divided by the bandwidth of its core, at least 1.
+        imbalance: Tokens of the busiest expert-parallel rank divided by the mean over ranks, at least 1. Only
+            for models with experts.
+        global_batch: Samples per iteration on all devices; None takes the number that the model's flags state.
+        seq: Tokens per sample; None takes the number that the model's flags state.
+        dtype: `bf16`, `fp16`, `fp32` or `fp8`; None takes the dtype that the model's flags state.
+        tokens: Number of tokens to train on. If given, the result has the number of days that the training
+            takes.
+        recipe: `tuned` also tries flags that change how an iteration is computed and communicated. `all` tries
+            fewer bits as well. None keeps Megatron's defaults.
         extra: Further flags of Megatron for the model, as one text or as a list of arguments.
-        calibration: File of constants that were measured on the machine, by `make calibrate`.
+        calibration: File of constants that `make calibrate` has measured on the machine.
         calibrate: Rates that the devices reach, such as "700 TFLOP/s on 4k x 4k x 4k".
         readings: CSV file of your own measurements, by which every predicted time is corrected.
 
@@ -120,15 +122,16 @@ def estimate(
         model: Name of a model of the kit or of published measurements (`deepseek-v3`), or the path of an `.args`
             file or of a Hugging Face `config.json`.
         strategy: A strategy's name, such as `tp4pp2dp2-zero1`.
-        gpus: The total number of devices; without it the product of the strategy's parallel sizes.
+        gpus: The total number of devices; None takes the product of the strategy's parallel sizes.
         gpu: Key of the device, such as `h100`, `a100-80g` or `cpu`.
-        nodes: The number of machines. This and all arguments that are not listed are those of `plan`.
-        micro_batch: Samples per micro batch; without it the model's own number.
-        recompute: `none`, `selective` or `full`; without it as the model's flags state.
+        nodes: The number of machines. The arguments that are not listed here have the same meaning as in
+            `plan`.
+        micro_batch: Samples per micro batch; None takes the number that the model's flags state.
+        recompute: `none`, `selective` or `full`; None takes the recomputation that the model's flags state.
 
     Raises:
-        ValueError: There is no such model, device or strategy, Megatron refuses the strategy, or the
-            numbers contradict each other. A strategy that needs too much memory is no error.
+        ValueError: There is no such model, device or strategy, Megatron refuses the strategy, or the numbers
+            contradict each other. A strategy that needs too much memory raises no error.
     """
     # The arguments by name. This is the first line, because locals() holds every name that is bound so far.
     arguments = locals()
@@ -142,8 +145,8 @@ def read_logs(paths: Paths) -> tuple[TrainingLog, ...]:
     """Read the training runs in log files of any trainer that the report knows.
 
     Returns:
-        A log per run, in the order of the files. A file with several runs gives several logs. `to_pandas()` of
-        a log has a row per iteration, with times in milliseconds.
+        One log per run, in the order of the files. A file with several runs gives several logs. `to_pandas()`
+        of a log returns a table with one row per iteration and times in milliseconds.
 
     Raises:
         ValueError: A file cannot be read.
@@ -218,12 +221,12 @@ def inspect_checkpoint(
 
     Args:
         path: A checkpoint's folder, or a folder of checkpoints or a run, whose newest checkpoint is read.
-        compare: Another checkpoint, with which every tensor is compared.
-        strategy: A strategy to judge: can it load the checkpoint?
+        compare: Another checkpoint, with which every tensor is compared; None compares nothing.
+        strategy: A strategy to judge: can it load the checkpoint? None judges nothing.
         verify: True to read every piece and compare it with its checksum, which takes longer.
 
     Raises:
-        ValueError: A path holds no checkpoint, or one of a format that is not read.
+        ValueError: A path holds no checkpoint, or a checkpoint of a format that the kit does not read.
     """
     from parakit.checkpoint import inspect_folder
 
@@ -237,7 +240,8 @@ def compare_captures(reference: AnyPath, other: AnyPath) -> VerifyVerdict:
     """Find the first tensor of a training step that differs from a reference by more than rounding.
 
     Args:
-        reference: Folder of the reference's capture, which also measured the effect of rounding, as `capture` does.
+        reference: Folder of the reference's capture. It must include the measured effect of rounding, as
+            captures by `capture` do.
         other: Folder of the capture to judge.
 
     Returns:
@@ -250,12 +254,11 @@ def compare_captures(reference: AnyPath, other: AnyPath) -> VerifyVerdict:
 
 
 def _parse_plan_options(arguments: Mapping[str, Any]) -> PlanOptions:
-    """Return the planner's options from the arguments of `plan` or `estimate`, by name.
+    """Convert the arguments of `plan` or `estimate`, by name, to the planner's options.
 
-    Each value is checked as the command's variable of that name is. Arguments that are None are left out.
+    Each value is checked like the make variable of the same name. Arguments that are None are left out.
 
-    Raises:
-        ValueError: A value is not of its kind.
+    Raises: ValueError: A value is of the wrong kind, such as a text in place of a number.
     """
     from parakit.config.setting import format_setting, parse_setting
     from parakit.config.variable_groups import PLAN
@@ -280,7 +283,11 @@ def _list_paths(paths: Paths) -> list[Path]:
 
 @contextmanager
 def _refusals_name_arguments() -> Iterator[None]:
-    """Raise refusals again with arguments in place of make's variables, and missing torch with how to install it."""
+    """Raise a ValueError of the `with` block again, with names of arguments in place of make variables.
+
+    If torch cannot be imported in the block, the ModuleNotFoundError is raised again with a sentence on how to
+    install torch. All other errors pass through.
+    """
     try:
         yield
     except ValueError as error:
@@ -298,10 +305,10 @@ def _refusals_name_arguments() -> Iterator[None]:
 
 
 def name_arguments(text: str) -> str:
-    """Return a sentence with the arguments of this module in place of make's variables.
+    """Return a sentence in which make variables and options are replaced by the arguments of this module.
 
-    `GPUS=8` becomes `gpus=8` and `STRATEGY=tp2` becomes `strategy="tp2"`. Commands in single quotes, such as
-    'make report', stay.
+    `GPUS=8` becomes `gpus=8`, and `STRATEGY=tp2` becomes `strategy="tp2"`. Commands in single quotes, such as
+    'make report', stay unchanged.
     """
     from parakit.config.settings import OPTIONS, SETTINGS
 

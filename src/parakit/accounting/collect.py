@@ -42,8 +42,8 @@ class RankRecord(msgspec.Struct, frozen=True):
 def collect_rank_records(folder: Path) -> None:
     """Write a run's `comm.json`, `memory.json`, `time.json` and `trace.json` from the records of its ranks.
 
-    A mixture of experts gets a `routing.json` too. A rank without a record is missing from the files. If no
-    rank has a record, nothing is written.
+    For a model with experts, `routing.json` is written too. A rank without a record is missing from the files.
+    If no rank has a record, nothing is written.
 
     Args:
         folder: The run folder.
@@ -68,7 +68,7 @@ def collect_rank_records(folder: Path) -> None:
 
 
 def _trace_events(ranks: Sequence[RankRecord]) -> Iterator[dict[str, Any]]:
-    """Yield the spans as events of Chrome's trace format.
+    """Yield the spans of the ranks as events of Chrome's trace format.
 
     A rank is a process, and communication and phases are its threads. Times are microseconds since the first
     span of all ranks.

@@ -23,7 +23,7 @@ SECONDS_PER_NANOSECOND = 1e-9
 
 
 class Call(NamedTuple):
-    """The properties of a call on a process group. Equal calls are added up."""
+    """The properties of a communication call on a process group. Calls with equal properties are added up."""
 
     group: str
     ranks: int
@@ -52,7 +52,7 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class ObservedCall:
-    """A call with the times of its start, of its return, and of the waits for its result."""
+    """A communication call with the times of its start, its return, and each wait for its result."""
 
     call: Call
     started: TimeMark
@@ -73,7 +73,7 @@ class IterationFigures:
 
 @dataclass
 class _IterationSums:
-    """Totals over the iterations of one kind."""
+    """Sums over all iterations that made the same calls."""
 
     iterations: int = 0
     timed: int = 0
@@ -99,11 +99,13 @@ class CommunicationLog:
         self._warm_up_iterations = 0
 
     def end_iteration(self, phase_ns: Mapping[Phase, int], clock: Clock) -> IterationFigures:
-        """Add the iteration's calls and times to the sums, drop the calls, and return the figures.
+        """Add the iteration's calls and times to the sums, drop the calls, and return the iteration's figures.
+
+        The figures are seconds, seconds in which communication was waited for, and bytes sent.
 
         Args:
             phase_ns: The iteration's nanoseconds in each phase.
-            clock: The clock of the calls' times, synchronized.
+            clock: The clock with which the calls were timed. It must be synchronized.
         """
         sums = self._add_iteration()
         sums.timed += 1
@@ -131,7 +133,7 @@ class CommunicationLog:
         self.drop_calls()
 
     def _add_iteration(self) -> _IterationSums:
-        """Add the bytes of the iteration's calls to the sums of its kind, and return these sums."""
+        """Add the bytes of the iteration's calls to the sums of iterations with the same calls, and return these sums."""
         counts = Counter(observed.call.kind for observed in self.observed_calls)
         calls = frozenset(counts.items())
         sums = self._sums_by_calls.setdefault(calls, _IterationSums())
@@ -143,9 +145,9 @@ class CommunicationLog:
         return sums
 
     def call_spans(self, clock: Clock) -> Iterator[Span]:
-        """Yield a span per call of the iteration, from its start until its result is there.
+        """Yield a span for each call of the iteration, from its start to the end of the last wait for its result.
 
-        The clock must be synchronized.
+        If nothing waited for the result, the span ends when the call returned. The clock must be synchronized.
         """
         for observed in self.observed_calls:
             end = observed.waits[-1][2] if observed.waits else observed.issued
@@ -158,7 +160,10 @@ class CommunicationLog:
         self.observed_calls.clear()
 
     def steady_communication(self, rank: int) -> RankCommunication:
-        """Return the calls of a steady iteration; without any iteration, no calls."""
+        """Return the communication calls of a steady iteration, sorted by group, phase and operation.
+
+        Without any counted iteration, the result has no calls.
+        """
         if not self._sums_by_calls:
             return RankCommunication(rank, 0, self._warm_up_iterations, ())
         calls, sums = self._find_steady()
@@ -169,7 +174,10 @@ class CommunicationLog:
         return RankCommunication(rank, sums.iterations, other_iterations, tuple(rows))
 
     def steady_time(self, rank: int) -> RankTime:
-        """Return the seconds of a steady iteration by phase; without a timed iteration, zero."""
+        """Return the mean seconds of a steady iteration: in total, by phase, and blocked by communication by phase.
+
+        If no iteration was timed, the total is 0 and both dictionaries are empty.
+        """
         sums = self._find_steady()[1] if self._sums_by_calls else _IterationSums()
         if not sums.timed:
             return RankTime(rank, 0.0, {}, {})
@@ -190,8 +198,10 @@ class CommunicationLog:
 def _add_times(
     observed: ObservedCall, sums: _IterationSums, to_nanoseconds: Callable[[TimeMark], int]
 ) -> None:
-    """Add the times of a call to the sums. The time in which the call is issued and waited for counts as
-    blocked time, and its transfer is added separately.
+    """Add the times of a call to the sums.
+
+    The time in which the rank issues the call, and the time in which it waits for the result, count as blocked.
+    The time from the start of the call to the end of a wait is added as its transfer.
     """
     call, started_ns = observed.call.kind, to_nanoseconds(observed.started)
     issue_ns = to_nanoseconds(observed.issued) - started_ns
@@ -205,11 +215,11 @@ def _add_times(
 
 
 def _summarise_calls(counts: Mapping[Call, int], sums: _IterationSums) -> Iterator[CallSummary]:
-    """Yield a summary per kind of call, per iteration, in the order of the first call.
+    """Yield one summary per kind of call, with figures per iteration, in the order of the first calls.
 
     Args:
         counts: Calls per iteration, by kind.
-        sums: Totals over the iterations.
+        sums: Sums over all iterations that made these calls.
     """
     per_iteration = SECONDS_PER_NANOSECOND / max(1, sums.timed)
     for call in sums.payload_bytes:

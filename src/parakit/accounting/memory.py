@@ -34,7 +34,7 @@ from parakit.costs import Phase
 
 @dataclass
 class _Storage:
-    """A live storage of a tensor."""
+    """A storage of tensors that is allocated at present, with its size and category."""
 
     size_bytes: int
     category: MemoryCategory
@@ -46,7 +46,7 @@ class _Storage:
 
 
 class MemoryAccounting:
-    """The live bytes of a rank by category, measured from `start` to `stop`."""
+    """Measurement of a rank's allocated bytes by category, from `start` to `stop`."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
@@ -73,7 +73,7 @@ class MemoryAccounting:
 
 
 class _Tracker:
-    """The live storages while an iteration is measured. The hooks are installed when it is made."""
+    """The allocated storages while an iteration is measured. The constructor installs the hooks."""
 
     def __init__(
         self, timeline: Timeline, rank: int, iteration: int, models: Any, optimizer: Any
@@ -105,7 +105,7 @@ class _Tracker:
         self._stack.enter_context(_ResultObserver(self._register_results))
 
     def finish(self) -> RankMemory:
-        """Remove the hooks and return the measurement."""
+        """Remove the hooks, and return the measurement of the iteration."""
         self._stack.close()
         return RankMemory(
             rank=self._rank,
@@ -120,7 +120,10 @@ class _Tracker:
         )
 
     def note_received(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move temporary storages in which other ranks' bytes arrive to the category of communication."""
+        """Move storages of the category TEMPORARY to the category COMMUNICATION.
+
+        `tensors` are the tensors in which bytes of other ranks arrive.
+        """
         for tensor in tensors:
             storage = self._register(tensor, MemoryCategory.TEMPORARY)
             if storage is not None and storage.category is MemoryCategory.TEMPORARY:
@@ -138,10 +141,10 @@ class _Tracker:
         self._update_peaks()
 
     def _register(self, tensor: torch.Tensor, category: MemoryCategory) -> _Storage | None:
-        """Return the storage of a tensor; a storage that is new gets the category.
+        """Return the storage of a tensor. A storage that is not known yet is added with the category `category`.
 
-        A new temporary storage counts as logits if its last dimension is the rank's vocabulary. None is the answer
-        for a new storage without bytes.
+        A new temporary storage counts as logits if the last dimension of the tensor is the rank's vocabulary.
+        None means that the storage is new and has no bytes.
         """
         tensor = _local_tensor(tensor)
         untyped_storage = tensor.untyped_storage()
@@ -179,9 +182,10 @@ class _Tracker:
             self._bytes[storage.category] -= storage.size_bytes
 
     def _pack(self, tensor: torch.Tensor) -> _SavedTensor:
-        """Count a tensor that autograd stores for backward as an activation of the present layer.
+        """Count a tensor that autograd stores for backward as an activation of the layer that computes now.
 
-        Logits stay logits. Weights and the like keep their category, because they live anyway.
+        Logits stay in their category. Weights, gradients and optimizer states keep theirs and are not counted,
+        because they are allocated anyway.
         """
         storage = self._register(tensor, MemoryCategory.TEMPORARY)
         if storage is None or storage.category not in _POSSIBLE_ACTIVATIONS:
@@ -206,9 +210,9 @@ class _Tracker:
         self._bytes[storage.category] += storage.size_bytes
 
     def _update_peaks(self) -> None:
-        """Raise the peak, and the peak of the present phase, to the live bytes.
+        """Raise the peak, and the peak of the present phase, if more bytes are allocated now.
 
-        Sizes are read anew only if a peak could rise, because reading all of them takes long.
+        The sizes of all storages are read again only if a peak could rise, because that takes long.
         """
         live_bytes, phase = sum(self._bytes.values()), self._timeline.phase
         if live_bytes > min(self._peak_bytes, self._phase_peaks.get(phase, 0)):
@@ -230,7 +234,7 @@ _POSSIBLE_ACTIVATIONS = (
 
 
 class _SavedTensor:
-    """A tensor that the autograd graph stores. The graph frees this object together with the tensor."""
+    """A wrapper of a tensor that the autograd graph stores. The graph frees the wrapper together with the tensor."""
 
     def __init__(
         self, tensor: torch.Tensor, tracker: _Tracker | None = None, storage: _Storage | None = None
@@ -248,8 +252,8 @@ def _unpack(saved: _SavedTensor) -> torch.Tensor:
 def _find_vocabulary_rows(models: Iterable[torch.nn.Module]) -> frozenset[int]:
     """Return the numbers of columns that this rank's logits can have.
 
-    They are the rows of the output layer, or of the embedding that it is tied to. FSDP computes with all rows
-    of a DTensor, and tensor parallelism computes with the rank's rows, so both numbers are returned.
+    These are the numbers of rows of the embedding and of the output layer. FSDP computes with all rows of a
+    DTensor, and tensor parallelism computes with the rank's own rows, so both numbers are returned.
     """
     rows = set()
     for model in models:
@@ -265,7 +269,7 @@ def _local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read_device_memory(models: Sequence[torch.nn.Module]) -> DeviceMemory | None:
-    """Return the figures of the GPU's allocator and driver; None if no parameter is on a GPU."""
+    """Return the memory that the GPU's allocator and driver report; None if no parameter is on a GPU."""
     parameters = (parameter for model in models for parameter in model.parameters())
     if not any(parameter.device.type == "cuda" for parameter in parameters):
         return None
@@ -278,7 +282,7 @@ def _read_device_memory(models: Sequence[torch.nn.Module]) -> DeviceMemory | Non
 
 
 class _ResultObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A dispatch mode that passes the results of every operator to a callback."""
+    """A dispatch mode of torch that passes the results of every operator to a callback."""
 
     def __init__(self, callback: Any) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -296,7 +300,7 @@ _LAYER = re.compile(r"(?:.*\.)?layers\.\d+")
 
 
 class _ModulePath:
-    """The modules whose forward is running, by hooks that last as long as a `with` block."""
+    """The modules whose forward pass is running. Hooks follow them for as long as a `with` block lasts."""
 
     def __init__(self, models: Iterable[torch.nn.Module]) -> None:
         self._models = tuple(models)
@@ -310,9 +314,10 @@ class _ModulePath:
 
     @property
     def layer(self) -> str:
-        """The name of the transformer layer that computes, else of the module; `loss` outside of modules.
+        """The name of the transformer layer whose forward pass is running.
 
-        The names of modules that wrap the model are left out.
+        Outside of layers it is the name of the running module, and outside of modules it is `loss`. The names
+        of modules that wrap the model are left out.
         """
         match = _LAYER.match(self.current)
         name = match[0] if match else self.current

@@ -10,9 +10,10 @@ import torch
 
 
 def model_weights(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the parameters that the models compute with; of Megatron-FSDP its weight buffers.
+    """Yield the parameters with which the models compute. Under Megatron-FSDP, yield its weight buffers.
 
-    Weights that FSDP has gathered for the present layer are temporary and not part of the result.
+    A native pipeline without flushes also yields its older versions of the weights. Weights that FSDP has
+    gathered for the present layer are temporary, and are not yielded.
     """
     for model in models:
         if is_megatron_fsdp(model):
@@ -24,7 +25,7 @@ def model_weights(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
 
 
 def model_gradients(models: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:
-    """Yield the gradient of each parameter that has one, or the gradient buffers if Megatron-FSDP wraps the model.
+    """Yield the gradient of each parameter that has a gradient. Under Megatron-FSDP, yield its gradient buffers.
 
     Megatron's gradients are views of one buffer per model chunk.
     """
@@ -54,7 +55,7 @@ def model_master_weights(models: Iterable[torch.nn.Module]) -> Iterator[torch.Te
 
 
 def optimizer_tensors(optimizer: Any) -> Iterator[torch.Tensor]:
-    """Yield the state tensors of all chained or wrapped optimizers, and the fp32 weights they update."""
+    """Yield the state tensors of all chained or wrapped optimizers, and the fp32 main weights that they update."""
     for inner in _torch_optimizers(optimizer):
         for state in inner.state.values():
             yield from (value for value in state.values() if isinstance(value, torch.Tensor))
@@ -75,9 +76,9 @@ def is_megatron_fsdp(model: torch.nn.Module) -> bool:
 
 
 def _fsdp_buffers(model: torch.nn.Module, name: str) -> Iterator[torch.Tensor]:
-    """Yield Megatron-FSDP's flat buffers of one attribute; nothing for another model.
+    """Yield the flat buffers that Megatron-FSDP has under the attribute `name`; nothing for another model.
 
-    A buffer is the rank's shard if the sharding splits these tensors, else it is full.
+    If the sharding splits these tensors, a buffer is the rank's shard. Otherwise it holds the full tensors.
     """
     buffers = getattr(model, "param_and_grad_buffer", None)
     for group in getattr(buffers, "parameter_groups", ()):

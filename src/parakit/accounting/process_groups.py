@@ -75,7 +75,7 @@ _RECEIVING = {
 
 
 class CallWatcher:
-    """An observer of calls and waits, which adds them to a communication log once it is installed.
+    """An observer that, once installed, adds the communication calls of a process to a log, and the waits for them.
 
     Args:
         log: The log of calls.
@@ -113,12 +113,12 @@ class CallWatcher:
         self._pending.clear()
 
     def _wrap_method(self, name: str, operation: Operation, position: int) -> Callable[..., Any]:
-        """Return a method that calls torch's and records the call.
+        """Return a method that records the call and calls torch's method of the same name.
 
-        Args:
-            name: The method of ProcessGroup.
-            operation: The operation that the method does.
-            position: The position of the argument whose bytes count.
+        While the watcher is not active, nothing is recorded.
+
+        Args: name: The name of the method of ProcessGroup. operation: The operation that the method does.
+        position: The index of the argument whose bytes are counted.
         """
         original = getattr(ProcessGroup, name)
 
@@ -139,7 +139,7 @@ class CallWatcher:
         return method
 
     def _wrap_wait(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `Work.wait` that adds the wait to the recorded call, if the call was recorded."""
+        """Return a `Work.wait` that also adds the wait to its recorded call. Waits for other calls are not recorded."""
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
             _, observed = self._pending.pop(id(work), (None, None))
@@ -153,7 +153,7 @@ class CallWatcher:
         return wait
 
     def _wrap_functional(self, original: Any, operation: Operation) -> _Operator:
-        """Return a functional collective that calls torch's operator and records the call."""
+        """Return a functional collective that records the call and calls torch's operator."""
 
         def call_operator(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if not self.active:
@@ -180,7 +180,7 @@ class CallWatcher:
     def _describe_method_call(
         self, group: ProcessGroup, operation: Operation, position: int, args: Sequence[Any]
     ) -> Call:
-        """Describe a method's call by the tensors at `position` of its arguments; a barrier has none."""
+        """Describe the call of a method. The argument at `position` has the tensors; a barrier has no tensors."""
         is_barrier = operation is Operation.BARRIER
         tensors = [] if is_barrier else list(_flatten_tensors(args[position]))
         sent_bytes = None
@@ -201,9 +201,9 @@ class CallWatcher:
         Args:
             group: The process group.
             operation: What the call does.
-            tensors: The tensors whose bytes count.
-            sent_bytes: Bytes that this rank sends, if the tensors do not determine them.
-            num_shards: The number of such tensors that make up the full tensor.
+            tensors: The tensors whose bytes are counted.
+            sent_bytes: Bytes that this rank sends; None if they follow from the operation and the tensors.
+            num_shards: Number of shards of the full tensor, if the tensors are one shard of it; else 1.
         """
         phase = self._timeline.phase
         name = group_name(group.group_desc)
@@ -224,10 +224,10 @@ class CallWatcher:
 
 
 class _Operator:
-    """A torch operator with another `__call__`; all other attributes are the original's.
+    """A torch operator with another `__call__`. All other attributes are looked up in the original.
 
-    Under a TorchDispatchMode, such as that of `MemoryAccounting`, torch looks up the operator's overloads by
-    attribute.
+    They are needed because under a TorchDispatchMode, as `MemoryAccounting` uses it, torch looks up the
+    operator's overloads by attribute.
     """
 
     def __init__(self, original: Any, call: Callable[..., Any]) -> None:

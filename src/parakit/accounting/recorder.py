@@ -84,11 +84,11 @@ class Recorder:
         atexit.register(self._write)
 
     def begin_iteration(self, models: Any, optimizer: Any) -> None:
-        """Begin an iteration. The iteration before, with its logging, ends here.
+        """End the previous iteration, including its logging, and begin the next one.
 
         Args:
             models: The model's chunks.
-            optimizer: The optimizer, as the backend has it.
+            optimizer: Megatron's or the native backend's optimizer.
         """
         if self._folder is None:
             return
@@ -126,7 +126,7 @@ class Recorder:
 
     @contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Measure a part of an iteration, under the name of one of Megatron's timers."""
+        """Measure the time of the `with` block as a span. `name` is the name of one of Megatron's timers."""
         if self._folder is None:
             yield
             return
@@ -135,10 +135,11 @@ class Recorder:
         self.timeline.end(name)
 
     def _count_iteration(self, phase_ns: dict[Phase, int]) -> None:
-        """Add the iteration that ends to the communication log, and keep its processor time.
+        """Add the iteration that ends to the communication log, and store its processor time.
 
-        The first iteration is warm-up, because ranks agree on more then. The times of the iteration whose memory
-        is measured do not count, because measuring makes it slower.
+        The first iteration is a warm-up, in which the ranks make additional calls. The iteration whose memory
+        is measured is not timed, because measuring makes it slower. An iteration in which the watcher was not
+        active is not counted.
         """
         self.last = None
         if not self._watcher.active:

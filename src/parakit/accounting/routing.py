@@ -26,15 +26,15 @@ def record_routing(
 ) -> None:
     """Add a router's decision for one micro batch to the routing log of this process, if there is one.
 
-    A forward without gradients is not recorded: it belongs to evaluation, or will be recomputed.
+    A forward pass without gradients is not recorded, because it belongs to evaluation or will be recomputed.
 
     Args:
         layer: The layer's number in the whole model, from 1.
         logits: The router's logits before softmax. Shape [tokens, experts].
         chosen: True where the expert computes the token. Boolean, shape [tokens, experts].
         dropped: The number of token copies that were dropped because an expert's capacity was full.
-        load_balancing_loss: The loss without its coefficient. If ranks split a sequence, the mean over
-            the ranks must be the loss.
+        load_balancing_loss: The loss without its coefficient; None without such a loss. If ranks split a
+            sequence, the mean of the ranks' values must be the loss.
     """
     log = RoutingLog.installed
     if log is not None and torch.is_grad_enabled():
@@ -42,7 +42,7 @@ def record_routing(
 
 
 class RoutingLog:
-    """The sums of a rank's routing over micro batches, by layer, and its records by iteration."""
+    """The routing of one rank: sums over the micro batches of the present iteration, and records of past iterations."""
 
     installed: ClassVar[RoutingLog | None] = None
     """The log that the routers of this process report to; None if routing is not recorded."""
@@ -65,10 +65,10 @@ class RoutingLog:
         self._micro_batches[layer] = self._micro_batches.get(layer, 0) + 1
 
     def end_iteration(self, iteration: int) -> None:
-        """Keep the sums since the last iteration ended as this iteration's record, and reset them.
+        """Store the sums over the micro batches as the record of iteration `iteration`, and reset the sums.
 
-        Above the limit of kept iterations, every other record is dropped, and later iterations are kept at
-        twice the distance.
+        If there are more records than the limit, every other record is dropped. From then on, an iteration is
+        stored half as often.
         """
         if self._sums and (iteration - 1) % self._stride == 0:
             layers = sorted(self._sums)

@@ -38,10 +38,10 @@ class HostClock:
 
 
 class DeviceClock:
-    """The clock of ranks that compute on a GPU: a time is when the current stream reaches an event.
+    """The clock of ranks that compute on a GPU. A time is the moment at which the current stream reaches an event.
 
-    Recording an event costs no synchronisation. Events are read after the iteration, when Megatron has waited
-    for the device anyway to print the loss.
+    Recording an event does not synchronize the device. Events are read after the iteration, when Megatron has
+    waited for the device anyway to print the loss.
     """
 
     def __init__(self, device: Any) -> None:
@@ -115,9 +115,10 @@ def phase_of_timer(name: str) -> Phase:
 
 
 class Timeline:
-    """The phase that a rank is in, and the time in each phase since it was last read.
+    """The present phase of a rank, and the time in each phase since the times were last read.
 
-    The time of a span counts without the spans inside it, so the phases sum to the whole.
+    The time of a span does not include the spans inside it, so the times of the phases add up to the total
+    time.
     """
 
     def __init__(self) -> None:
@@ -152,7 +153,7 @@ class Timeline:
             self._enter_phase(phase, now)
 
     def end(self, name: str) -> None:
-        """End a span, and the spans that are still open inside it; ignore a name that is not open."""
+        """End the span `name` and all open spans inside it. If no such span is open, do nothing."""
         is_open = any(name == open_name for open_name, _, _ in self._open)
         if not self._active or not is_open:
             return
@@ -169,7 +170,7 @@ class Timeline:
         self._finished = []
 
     def take_spans(self) -> tuple[Span, ...]:
-        """Return the spans that were kept, and stop keeping spans. The clock must be synchronized."""
+        """Return the stored spans, and stop storing spans. The clock must be synchronized."""
         to_nanoseconds = self.clock.to_nanoseconds
         finished, self._finished = self._finished or [], None
         return tuple(
@@ -178,7 +179,7 @@ class Timeline:
         )
 
     def take_phase_nanoseconds(self) -> dict[Phase, int]:
-        """Return the nanoseconds in each phase since the last call, and synchronize the clock."""
+        """Synchronize the clock, and return the nanoseconds in each phase since the last call."""
         nanoseconds: dict[Phase, int] = {}
         # The end of the last interval is read with the others, so it is recorded before the clock waits.
         self._phase_starts.append((self.phase, self.clock.now()))

@@ -81,7 +81,7 @@ class CaptureStage(StrEnum):
 
 
 class TensorKey(msgspec.Struct, frozen=True):
-    """Key of a tensor of an iteration, equal on every rank that holds the tensor or a part of it."""
+    """Key of a tensor of an iteration. All ranks that hold the tensor or a part of the tensor use the same key."""
 
     stage: CaptureStage
     name: str
@@ -154,9 +154,10 @@ class CapturedModule(msgspec.Struct, frozen=True):
 
 
 class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a captured rank, by which its tensors are aligned with others.
+    """Description of a captured rank, with which its tensors are aligned with those of other ranks and runs.
 
-    A pair is the rank's number in a parallel group and the group's size. The defaults are those of a single rank.
+    A pair of numbers is the rank's number in a parallel group, and the group's size. The defaults describe a
+    single rank.
     """
 
     rank: int = 0
@@ -205,7 +206,7 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Parallel degrees of the run. If two runs have equal ones, their ranks hold the same parts."""
+        """Parallel degrees of the run. If the degrees of two runs are equal, their ranks hold the same parts."""
         groups = (
             *(self.tensor, self.pipeline, self.context, self.data),
             *(self.expert, self.expert_tensor),
@@ -222,7 +223,7 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
 class CaptureWriter:
     """Writer of a rank's capture. `add` appends tensors, and `close` completes the capture.
 
-    As a context manager it closes its files also if the disk is full.
+    Used as a context manager, it closes its files even if the disk is full.
     """
 
     def __init__(self, folder: Path) -> None:

@@ -85,11 +85,11 @@ def find_checkpoints(folder: Path) -> tuple[Checkpoint, ...]:
 def verify_and_record(
     checkpoint: Checkpoint, should_continue: ShouldContinue = lambda: True
 ) -> None:
-    """Read a checkpoint back, and write its manifest.
+    """Read a checkpoint completely, and write its manifest into the checkpoint's folder.
 
     Args:
         checkpoint: The checkpoint.
-        should_continue: Asked between pieces and files; False stops the reading.
+        should_continue: Called between pieces and files. If it returns False, reading stops.
 
     Raises:
         DamagedCheckpointError: The checkpoint cannot be read.
@@ -109,9 +109,9 @@ def verify_and_record(
 
 
 def check_unchanged(checkpoint: Checkpoint) -> None:
-    """Check that the files of a checkpoint are those of its manifest.
+    """Check that the files of a checkpoint have not changed since its manifest was written.
 
-    A checkpoint without manifest is verified now, and gets one.
+    A checkpoint without a manifest is verified now, and a manifest is written into its folder.
 
     Raises:
         DamagedCheckpointError: A file is missing or changed; the message names it.
@@ -154,7 +154,7 @@ def find_flaw(checkpoint: Checkpoint) -> str | None:
 
 
 def read_verified_weights_hash(folder: Path) -> str | None:
-    """Return the hash of the newest checkpoint's weights, from its manifest; None without a readable one."""
+    """Return the hash of the newest checkpoint's weights from its manifest; None without a readable manifest."""
     newest = next(iter(find_checkpoints(folder)), None)
     if newest is None or not newest.is_verified:
         return None
@@ -165,7 +165,7 @@ def read_verified_weights_hash(folder: Path) -> str | None:
 
 
 def remove_old_checkpoints(checkpoints: Sequence[Checkpoint], keep: int) -> tuple[Checkpoint, ...]:
-    """Remove checkpoints older than the `keep` newest verified ones, and return the removed ones.
+    """Remove all checkpoints that are older than the `keep` newest verified ones, and return those removed.
 
     Nothing is removed if there are fewer than `keep` verified checkpoints.
     """
@@ -182,9 +182,10 @@ def remove_old_checkpoints(checkpoints: Sequence[Checkpoint], keep: int) -> tupl
 
 
 def set_aside_newer_checkpoints(folder: Path, iteration: int) -> None:
-    """Move checkpoints newer than `iteration` out of the way of a run that resumes from there.
+    """Move checkpoints newer than `iteration` out of the way, because a run resumes from this iteration.
 
-    Unfinished checkpoints are removed. Finished ones are damaged, and get the name of a damaged one.
+    Unfinished checkpoints are removed. Finished checkpoints are damaged, or the run would resume from them;
+    they are renamed with the prefix DAMAGED.
     """
     for checkpoint in find_checkpoints(folder):
         if checkpoint.iteration > iteration and checkpoint.is_finished:

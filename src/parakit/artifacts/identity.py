@@ -27,7 +27,7 @@ Pairs = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True)
 class TrainingIdentity:
-    """Description of what a run trains. Runs with equal ones print equal losses."""
+    """Description of what a run trains. Runs with equal training identities print equal losses."""
 
     spec: RunSpec | None
     arguments: Pairs = ()
@@ -61,9 +61,9 @@ class CodeIdentity:
     image: str | None
 
     def trains_as(self, other: CodeIdentity) -> bool:
-        """Return True if both codes train in the same way. An unknown code equals every other.
+        """Return True if both codes train in the same way. If the hashes of one code are unknown, they count as equal.
 
-        The kit's own files may differ, because they compose a launch and do not train.
+        The kit's own files may differ, because they only prepare the launch and do not train.
         """
         if self.code and other.code and self.code.megatron != other.code.megatron:
             return False
@@ -125,9 +125,10 @@ def identify_training(
     environment: Mapping[str, str] = {},
     dataset: str | None = None,
 ) -> TrainingIdentity:
-    """Return the identity of a training from arguments as in a command line or as Megatron prints them.
+    """Return the identity of a training from its arguments.
 
-    Names of arguments may begin with dashes. Arguments of one attempt are dropped.
+    The arguments may have the form of a command line (`--num-layers`), or the form in which Megatron prints
+    them (`num_layers`). Arguments that concern a single attempt, such as folders to write to, are dropped.
     """
     plain_arguments = {
         name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()

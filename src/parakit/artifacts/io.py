@@ -38,7 +38,7 @@ def atomic_write(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
 
     Args:
         path: The final name.
-        durable: Flush content and name to the disk before returning.
+        durable: True flushes the content and the name to the disk at the end of the block.
 
     Raises:
         OSError: The file cannot be written; an existing file is unchanged.
@@ -61,12 +61,13 @@ def atomic_write(path: Path, durable: bool = False) -> Iterator[BinaryIO]:
 def atomic_directory(path: Path, durable: bool = False) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `path` when the block ends.
 
-    If the block raises, the folder is removed. Partial folders that killed processes of this machine left of
-    the same `path` are removed first.
+    If the block raises, the folder is removed. If earlier processes of this machine were killed while they
+    wrote the same `path`, their partial folders are removed first.
 
     Args:
         path: The final name.
-        durable: Flush names to the disk before returning. The block must flush the content of its files.
+        durable: True flushes names to the disk at the end of the block. The block itself must flush the content
+            of its files.
 
     Raises:
         OSError: The folder cannot be written, or another process has made `path` meanwhile.
@@ -125,7 +126,7 @@ def lock_file(file: IO[bytes], shared: bool = False) -> None:
 
     Args:
         file: The file.
-        shared: Take a lock that other processes can share, instead of an exclusive one.
+        shared: True takes a lock that several processes can hold together. False takes an exclusive lock.
 
     Raises:
         BlockingIOError: Another process holds a lock that excludes this one.

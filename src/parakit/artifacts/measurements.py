@@ -144,8 +144,9 @@ class RankMemory:
 class LayerRouting:
     """Routing of one layer in one iteration, over the tokens of all micro batches of one rank.
 
-    Ranks route different tokens in every strategy, so counts can be added over ranks. Means are over equal
-    numbers of tokens, so their mean over ranks is that of all tokens. A number that is not finite is None.
+    In every strategy the ranks route different tokens, so counts can be added over ranks. All ranks have the
+    same number of tokens, so the mean of their means is the mean over all tokens. A number that is not finite
+    is stored as None.
     """
 
     iteration: int
@@ -199,7 +200,7 @@ TokenCounts = tuple[tuple[int, ...], ...]
 
 
 def count_tokens_per_expert(record: RoutingRecord) -> dict[int, TokenCounts]:
-    """Return the tokens per expert and layer by iteration, summed over ranks."""
+    """Return the number of tokens of each expert, as one tuple per layer, by iteration and summed over ranks."""
     sums: dict[int, dict[int, list[int]]] = {}
     for rank in record.ranks:
         for routing in rank.layers:
@@ -222,16 +223,17 @@ Rounding decides if two experts' scores agree to about 1e-6, which was counted i
 def find_routing_divergence(
     first: Mapping[int, TokenCounts], second: Mapping[int, TokenCounts], dtype: str
 ) -> int | None:
-    """Return the first iteration in which rounding gave the experts different token counts in two runs.
+    """Return the first iteration in which the experts' numbers of tokens differ between two runs by rounding.
 
-    Only iterations that both runs recorded are compared. Rounding decides which expert a token gets if the
-    scores of two experts are almost equal. From this iteration on the two runs train differently, so their
-    losses can be compared only up to it. In 16 bits this happens more often, between scores that agree to
-    about 1e-2.
+    If the scores of two experts are almost equal, rounding decides which expert a token gets. From the returned
+    iteration on the two runs train differently, so their losses can be compared only up to this iteration. In
+    16 bits it happens more often, between scores that agree to about 1e-2. Only iterations that both runs
+    recorded are compared.
 
-    None means that all numbers of tokens are equal. None is also returned if in fp32 more than
-    MAX_FRACTION_MOVED_BY_ROUNDING of the tokens change their expert in one iteration. Rounding cannot move so
-    many tokens, so the runs differ for another reason, and their losses must be compared in full to show it.
+    None means that all numbers of tokens are equal, or that the difference is too large for rounding. In fp32,
+    it is too large if more than MAX_FRACTION_MOVED_BY_ROUNDING of the tokens have another expert in the first
+    iteration that differs. The runs then differ for another reason, and all their losses must be compared to
+    show it.
     """
     for iteration in sorted(first.keys() & second.keys()):
         if first[iteration] == second[iteration]:
@@ -243,7 +245,7 @@ def find_routing_divergence(
 
 
 def _fraction_of_moved_tokens(first: TokenCounts, second: TokenCounts) -> float:
-    """Return the fraction of tokens that went to another expert, over all layers."""
+    """Return the fraction of tokens that went to another expert in the second run, over all layers."""
     num_tokens = num_differences = 0
     for first_layer, second_layer in zip(first, second, strict=True):
         for first_count, second_count in zip(first_layer, second_layer, strict=True):
@@ -258,6 +260,6 @@ def read_measurements[T](folder: Path, kind: type[T]) -> T:
 
     Raises:
         FileNotFoundError: The run has no such file: it was not measured, or its model has no router.
-        msgspec.DecodeError: The file is not JSON of this shape.
+            msgspec.DecodeError: The file is not JSON, or not a record of `kind`.
     """
     return msgspec.json.decode((folder / _FILES[kind]).read_bytes(), type=kind)

@@ -50,7 +50,10 @@ class DescribedTensor:
 
 
 class StandIn:
-    """Object of a class that a pickle names. It stores arguments and state, and can be pickled again."""
+    """Replacement for an object of a class that a pickle names, so that the class need not be imported.
+
+    It stores the arguments and the state of the object, and can be pickled again.
+    """
 
     __slots__ = ("__dict__", "arguments", "elements", "is_called", "items", "state")
     source: tuple[str, str]
@@ -96,7 +99,7 @@ class StandIn:
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Unpickler with a stand-in for every class but plain containers."""
+    """Unpickler that makes a stand-in for every class except plain containers, so no code of a file is run."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Return a stand-in for the class. Stand-ins are compared by identity, so no two keys are equal."""
@@ -175,10 +178,9 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def describe_saved(archive: zipfile.ZipFile) -> Any:
-    """Return the object that `torch.save` wrote, with tensors as `DescribedTensor`; values are not read.
+    """Return the object that `torch.save` wrote, with a `DescribedTensor` for each tensor. No values are read.
 
-    Raises:
-        Exception: A damaged pickle raises anything.
+    Raises: Exception: The pickle is damaged; the type of the exception is not defined.
     """
     name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
     # The member is read to its end, because only there its checksum is compared.
@@ -186,12 +188,12 @@ def describe_saved(archive: zipfile.ZipFile) -> Any:
 
 
 def find_foreign_function(archive: zipfile.ZipFile) -> str | None:
-    """Return a function that `torch.load` would call for a file of `torch.save`, and that no trainer stores.
+    """Return the name of a suspicious function that `torch.load` would call for a file; None if there is none.
 
-    None means that the pickle names only classes, and functions of torch and of Python's own containers.
+    A function is suspicious if no trainer stores it. Classes, functions of torch, and functions of Python's own
+    containers are not suspicious.
 
-    Raises:
-        Exception: A damaged pickle raises anything.
+    Raises: Exception: The pickle is damaged; the type of the exception is not defined.
     """
     name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
     unpickler = _NamingUnpickler(io.BytesIO(archive.read(name)))
@@ -269,15 +271,14 @@ _UNTRUSTED_PACKAGES = frozenset(
 
 
 def rewrite_saved(saved: bytes, change: Callable[[Any], Any]) -> bytes:
-    """Return a file of `torch.save` whose content is changed by `change`.
+    """Return the bytes of a `torch.save` file after its content is changed by `change`.
 
     Args:
         saved: Content of the file.
-        change: Gets the stored object and returns the new one. Classes in it are stand-ins, and tensors are
-            made of a `SavedStorage`.
+        change: Gets the stored object and returns the object to store. In both, classes are stand-ins, and
+            tensors are made of a `SavedStorage`.
 
-    Raises:
-        Exception: A damaged pickle raises anything.
+        Raises: Exception: The pickle is damaged; the type of the exception is not defined.
     """
     with zipfile.ZipFile(io.BytesIO(saved)) as old:
         members = {member.partition("/")[2]: old.read(member) for member in old.namelist()}
@@ -315,7 +316,7 @@ def read_values(archive: zipfile.ZipFile, described: DescribedTensor) -> Tensor:
 def _describe_tensor(
     storage: tuple[str, str], begin: int, size: tuple[int, ...], strides: tuple[int, ...], *_: Any
 ) -> DescribedTensor:
-    """Return the description of a tensor, in place of torch's function that rebuilds it.
+    """Return the description of a tensor. The unpickler calls this in place of torch's function that rebuilds tensors.
 
     `storage` is the dtype and the member of the archive, as `InertUnpickler.persistent_load` returns it.
     """

@@ -135,7 +135,10 @@ class CodeHashes:
         return f"kit {self.kit}" + (f", Megatron {self.megatron}" if self.megatron else "")
 
     def joined(self, later: CodeHashes) -> CodeHashes:
-        """Return the hashes of a resumed run: `first+later` where this code and the later code differ."""
+        """Return the hashes of a run that began with this code and was resumed with `later`.
+
+        Where the two differ, the result is `first+later`.
+        """
 
         def join_hashes(first: str | None, second: str | None) -> str | None:
             return first if first == second else f"{first or 'none'}+{second or 'none'}"
@@ -244,7 +247,7 @@ class StatusRecord:
 
 @dataclass(frozen=True)
 class LauncherRecord:
-    """`launcher.json`: the process that trains the run, or trained it last. `make stop` ends it."""
+    """`launcher.json`: the process that trains the run, or trained it last. `make stop` ends this process."""
 
     host: str
     process: int
@@ -293,8 +296,8 @@ def is_run_folder(folder: Path) -> bool:
 def encode_run(record: RunRecord) -> dict[str, Any]:
     """Return the content of `run.json` for a record.
 
-    Fields of the spec that follow from `argv` and `environment` are left out: shape, recomputation, optimizer,
-    fused patches.
+    Fields of the spec that follow from `argv` and `environment` are left out. These are shape, recomputation,
+    optimizer and fused patches.
     """
     spec = record.spec
     values = msgspec.to_builtins(spec) | {
@@ -313,10 +316,9 @@ _RENAMED_FIELDS = {"plant": "patch_file"}
 
 
 def decode_run(data: Mapping[str, Any]) -> RunRecord:
-    """Return the record of a content of `run.json`.
+    """Return the record for the content of a `run.json`.
 
-    Raises:
-        msgspec.ValidationError: The content has another shape, or its arguments define no model.
+    Raises: msgspec.ValidationError: The content has other fields or types, or its arguments define no model.
     """
     data = {_RENAMED_FIELDS.get(name, name): value for name, value in data.items()}
     stored = msgspec.convert(data, _StoredSpec)
@@ -367,8 +369,8 @@ def read_run(folder: Path) -> RunRecord:
 
     Raises:
         FileNotFoundError: The folder has no `run.json`.
-        OSError: `run.json` cannot be read, or is no regular file.
-        msgspec.DecodeError: The file is no JSON of this shape.
+        OSError: `run.json` cannot be read, or is no regular file. msgspec.DecodeError: The file is not JSON, or
+            has other fields or types.
     """
     return decode_run(
         msgspec.json.decode(read_regular_file(folder / RUN_FILE), type=dict[str, Any])
@@ -388,7 +390,7 @@ def read_status(folder: Path) -> StatusRecord:
 def is_running(log: Path) -> bool:
     """Return True if a process of the run that writes this log is alive.
 
-    All processes of a run share a lock on its log.
+    All processes of a run share a lock on its log, so the lock tells. Without a log, the result is False.
     """
     try:
         with log.open("rb") as file:

@@ -156,7 +156,7 @@ def _read_dtype(properties: Any) -> str:
 
 
 def describe_object(folder: Path, part: StoredPart) -> Any:
-    """Return a stored object that is no tensor. Classes are stand-ins, and tensors have no values.
+    """Return a stored object that is no tensor. Its classes are stand-ins, and tensors in it are only described.
 
     Raises:
         DamagedCheckpointError: The object cannot be read.
@@ -166,7 +166,9 @@ def describe_object(folder: Path, part: StoredPart) -> Any:
 
 
 def find_foreign_function_in(folder: Path, part: StoredPart) -> str | None:
-    """Return a function that loading a stored object would call, and that no trainer stores; None without one.
+    """Return the name of a suspicious function that loading a stored object would call; None if there is none.
+
+    `find_foreign_function` defines which functions are suspicious.
 
     Raises:
         DamagedCheckpointError: The object cannot be read.
@@ -176,7 +178,7 @@ def find_foreign_function_in(folder: Path, part: StoredPart) -> str | None:
 
 
 def read_bytes(folder: Path, part: StoredPart) -> bytes:
-    """Return the archive of a piece or an object, after comparing it with its checksums.
+    """Check a piece or an object against its checksums, and return the bytes of its archive.
 
     Raises:
         DamagedCheckpointError: The archive cannot be read, or a checksum is wrong.
@@ -189,7 +191,7 @@ def read_bytes(folder: Path, part: StoredPart) -> bytes:
 
 
 def read_piece(folder: Path, part: StoredPart) -> Tensor:
-    """Return one piece of a tensor, after comparing it with its checksums, which `torch.load` does not do.
+    """Check one piece of a tensor against its checksums, and return its values. `torch.load` does not check them.
 
     Raises:
         DamagedCheckpointError: The piece cannot be read, or a checksum is wrong.
@@ -205,7 +207,7 @@ def _load_piece(folder: Path, part: StoredPart) -> Tensor:
     """Return a piece whose dtype only torch can read, such as one of eight bits.
 
     Raises:
-        DamagedCheckpointError: torch finds no tensor in it, or something that could run code.
+        DamagedCheckpointError: torch finds no tensor in the piece, or finds something that could run code.
     """
     import torch
 
@@ -233,9 +235,9 @@ def read_finished_iteration(folder: Path) -> int | None:
 
 
 def read_tracker_time_ns(folder: Path) -> int | None:
-    """Return the time at which Megatron last reported a saved iteration, in ns since 1970; None if never.
+    """Return the time at which Megatron last wrote its tracker file, in ns since 1970; None without such a file.
 
-    The time also changes if Megatron saves the same iteration again.
+    Megatron writes this file after each save. The time also changes if Megatron saves the same iteration again.
     """
     try:
         return (folder / TRACKER_FILE).stat().st_mtime_ns
@@ -244,7 +246,7 @@ def read_tracker_time_ns(folder: Path) -> int | None:
 
 
 def verify_readable(folder: Path, should_continue: ShouldContinue = lambda: True) -> None:
-    """Read every piece of a checkpoint back, and compare it with its checksums.
+    """Read every piece of a checkpoint, and compare it with its checksums.
 
     Raises:
         DamagedCheckpointError: The checkpoint is unfinished, truncated or altered; the message names the file.
@@ -267,7 +269,7 @@ def verify_readable(folder: Path, should_continue: ShouldContinue = lambda: True
 def verify_pieces(
     folder: Path, stored: StoredMetadata, should_continue: ShouldContinue = lambda: True
 ) -> None:
-    """Compare each archive of a checkpoint with its checksums, in any format of checkpoints.
+    """Compare each archive of a checkpoint with its checksums. The checkpoint may have any format.
 
     Raises:
         DamagedCheckpointError: A file is truncated or altered; the message names it.
@@ -278,10 +280,10 @@ def verify_pieces(
 
 
 def hash_weights(folder: Path) -> str:
-    """Return a hash of a checkpoint's tensors: of their names, positions and the checksums of their values.
+    """Return a hash of a checkpoint's tensors: their names, positions and the checksums of their values.
 
-    The hash of the files would not do: files with the same weights differ, because they hold arguments and
-    paths.
+    A hash of the files would not serve. Files also hold arguments and paths, so they differ even if the weights
+    are the same.
 
     Raises:
         DamagedCheckpointError: `.metadata` or an archive cannot be read.
@@ -295,7 +297,7 @@ def hash_weights(folder: Path) -> str:
 
 
 def _read_checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int]]:
-    """Return name, size and checksum of the members of a piece's archive, without torch's version numbers."""
+    """Return name, size and checksum of each member of a piece's archive. Members with version numbers are left out."""
     checksums = []
     with _open_archive(folder, piece) as archive:
         for member in archive.infolist():
@@ -358,7 +360,7 @@ def _make_slices(overlap: Sequence[tuple[int, int]], begin: Sequence[int]) -> tu
 
 
 def _check_file(path: Path, pieces: Iterable[StoredPart], should_continue: ShouldContinue) -> None:
-    """Compare the pieces in one file with their checksums; raises as `verify_pieces` does."""
+    """Compare the pieces in one file with their checksums. Raises the errors of `verify_pieces`."""
     try:
         with open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size

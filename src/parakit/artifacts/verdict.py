@@ -40,7 +40,8 @@ EXIT_CODES = {VerifyOutcome.HELD: 0, VerifyOutcome.DIFFERS: 1, VerifyOutcome.NOT
 class VerifyVerdict(Presented):
     """Verdict on a strategy, as in `verdict.json`.
 
-    All fields from `stage` to `iteration` describe the first wrong tensor. They are empty if none is wrong.
+    All fields from `stage` to `iteration` describe the first wrong tensor. They are empty if no tensor is
+    wrong.
     """
 
     verdict: VerifyOutcome
@@ -100,7 +101,7 @@ class VerifyVerdict(Presented):
 
     @property
     def sentence(self) -> str:
-        """Verdict in one short sentence."""
+        """Verdict as one short sentence."""
         if self.verdict is VerifyOutcome.HELD:
             sentence = f"tensors held: no error above {self.worst_ratio or 0:.2f} of its tolerance"
             if self.routing_flips:

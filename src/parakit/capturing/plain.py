@@ -80,10 +80,11 @@ def capture(
 ) -> Iterator[None]:
     """Write the tensors of a training step, then repeat the step to measure the effect of rounding errors.
 
-    The body of the caller's loop is the step, from the first forward pass to `optimizer.step()`. The body runs
-    `1 + seeds` times on the same batches, and every run starts from the same weights, optimizer states and
-    random numbers. The first run is written. In each further run every weight is changed by one rounding
-    error. After the loop the model and the optimizer are in the state after the first run.
+    Use the result in a loop: `for _ in capture(...)`. The body of the loop is the step, from the first forward
+    pass to `optimizer.step()`. The body runs `1 + seeds` times and must use the same batches every time. Every
+    run starts from the same weights, optimizer states and random numbers. The tensors of the first run are
+    written. In each further run, every weight is first changed by one rounding error. After the loop the model
+    and the optimizer are in the state after the first run.
 
     Gradients are written as the optimizer gets them. The loss must be the mean over the tokens of a micro
     batch, divided by the number of micro batches.
@@ -92,8 +93,8 @@ def capture(
         model: Model whose first tensor argument is [batch, sequence] or [batch, sequence, hidden].
         optimizer: Optimizer of all parameters of the model.
         folder: Folder of the capture; this rank's folder in it, `rank-<n>`, must not exist yet.
-        data: Data-parallel group of this rank; None without data parallelism. Rank d of D reads the global
-            batch's micro batch m·D + d as its micro batch m.
+        data: Data-parallel group of this rank; None without data parallelism. With D data-parallel ranks, micro
+            batch m of rank d must be micro batch m·D + d of the global batch.
         tensor: Tensor-parallel group of this rank; None without tensor parallelism.
         iteration: Number of the iteration. It must be equal in the captures that are compared.
         seeds: Number of repetitions. Only the reference of a comparison needs repetitions.
@@ -222,7 +223,7 @@ class _Step:
     def _before_forward(
         self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Pass the arguments of a module to the sink, and return them with the tensors that the sink gives back.
+        """Pass the arguments of a module to the sink. Return them with the tensors with which the module goes on.
 
         A call of the model itself begins a new micro batch.
         """
@@ -242,9 +243,10 @@ class _Step:
         return tuple(tapped_args), tapped_kwargs
 
     def _begin_micro_batch(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Start a micro batch: count it, forget the calls of the last one, and tell the sink.
+        """Count a new micro batch, reset the counts of module calls, and notify the sink.
 
-        Micro batch size and sequence length are the first two sizes of the model's first tensor argument.
+        The micro batch size and the sequence length are read from the first two dimensions of the model's first
+        tensor argument.
         """
         self.micro_batch += 1
         self._calls.clear()
@@ -254,7 +256,7 @@ class _Step:
         self.micro_batch_size, self.sequence_length = first_tensor.shape[:2]
 
     def _after_forward(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
-        """Pass the output of a module to the sink; return the output that the caller gets."""
+        """Pass the output of a module to the sink, and return the output with which the caller goes on."""
         tapped_output: Any
         if isinstance(output, tuple | list):
             tapped_output = type(output)(
@@ -267,7 +269,10 @@ class _Step:
         return tapped_output
 
     def _tap(self, stage: CaptureStage, name: str, slot: str, value: Any) -> Any:
-        """Pass a tensor and later its gradient to the sink; return any other value unchanged."""
+        """Pass a tensor to the sink now, and its gradient in the backward pass. Return the tensor to go on with.
+
+        A value that is no tensor is returned unchanged.
+        """
         if not isinstance(value, Tensor):
             return value
         call = self._calls[name]
@@ -286,7 +291,7 @@ class _Step:
         }
 
     def _after_update(self, *_: object) -> None:
-        """Pass optimizer states, weights and their changes by the update to the sink."""
+        """Pass the optimizer states, the weights, and the change of each weight by the update to the sink."""
         states_by_parameter = self.optimizer.state
         slots = dict.fromkeys(slot for state in states_by_parameter.values() for slot in state)
         for slot in slots:
@@ -310,7 +315,7 @@ class _Step:
             self.sink.write_piece(CaptureStage.WEIGHTS, "weight", weight)
 
     def pieces(self, get_values: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Piece]:
-        """Yield this rank's part of a tensor per parameter, such as all gradients.
+        """Yield this rank's part of one tensor per parameter, such as the gradient of each parameter.
 
         Args:
             get_values: Function that returns a tensor with the parameter's shape, or None to leave the
@@ -331,9 +336,9 @@ class _Step:
 
 
 def _named_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of all modules that compute, with the program's names.
+    """Yield name and module of all modules except wrappers and containers.
 
-    Wrappers and containers are left out: a wrapper has the same name as the module in it.
+    The names are those of the unwrapped model, because the names that DDP and other wrappers add are removed.
     """
     for name, module in model.named_modules():
         is_wrapper = f"{name}.".endswith(_WRAPPERS)
@@ -369,9 +374,10 @@ def _get_gradient(parameter: nn.Parameter) -> Tensor | None:
 
 
 def _describe_module(module: nn.Module) -> CapturedModule:
-    """Return a module's class, and file and line of its forward pass, empty if it is not Python.
+    """Return a module's class, and the file and line of its forward pass.
 
-    The prefix `FSDP`, which FSDP2 adds to the name of the class, is removed.
+    File and line are empty if the forward pass is not Python. FSDP2 adds the prefix `FSDP` to the name of the
+    class; it is removed.
     """
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     class_name = type(module).__name__.removeprefix("FSDP")

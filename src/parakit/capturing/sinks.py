@@ -39,7 +39,7 @@ from parakit.artifacts.capture import (
 
 @dataclass(frozen=True)
 class Piece:
-    """Values of a parameter or of a tensor with the parameter's shape, as far as this rank holds them."""
+    """The part that this rank holds of a parameter, or of a tensor with the parameter's shape."""
 
     name: str
     """Name of the parameter, with layers counted over the whole model.
@@ -52,9 +52,10 @@ class Piece:
 
 
 class KnownTensors:
-    """Tensors of one micro batch's forward pass, by their memory, each with a value noted by the caller.
+    """A table of the tensors of one micro batch's forward pass, in which the caller notes a value per tensor.
 
-    `Recording` finds here whether a tensor has been written already under another key.
+    A tensor is recognised by its memory. `Recording` looks here if a tensor was already written under another
+    key.
     """
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class StoredTensors:
     """Tensors of one rank's capture by their keys; values are read from the file on demand."""
 
     def __init__(self, folder: Path, records: dict[TensorKey, TensorRecord] | None = None) -> None:
-        """Open the tensors of a rank's folder; `records` is the index, read from the folder if None."""
+        """Open the tensors in a rank's folder. `records` is their index; None reads the index from the folder."""
         if records is None:
             records = {record.tensor_key: record for record in read_index(folder)}
         self._records = records
@@ -131,11 +132,11 @@ class StoredTensors:
 
 
 class Recording:
-    """Sink that writes every tensor and, with `forced`, replaces the inputs of modules.
+    """Sink that writes every tensor and, if `forced` is given, replaces the inputs of modules.
 
     `forced` holds the tensors of another capture. They replace the inputs of modules in the forward pass, and
     the gradients of module outputs in the backward pass. So each module's result depends on the module alone,
-    and no error reaches the next module. The tensor that is written is the tensor before it is replaced.
+    and no error reaches the next module. A tensor is written before it is replaced.
     """
 
     def __init__(self, writer: CaptureWriter, forced: StoredTensors | None = None) -> None:
@@ -148,9 +149,10 @@ class Recording:
         self._known.clear()
 
     def forward(self, tensor_key: TensorKey, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Write a tensor of the forward pass; return its replacement, or None if there is none.
+        """Write a tensor of the forward pass, and return the tensor to go on with; None means that the tensor stays.
 
-        If the same tensor has been written under another key, only a reference to it is written.
+        If the same tensor was already written under another key, only a reference to that key's values is
+        written.
         """
         known: TensorRecord | None = self._known.find(tensor)
         if known is not None:
@@ -169,7 +171,7 @@ class Recording:
     def write(
         self, tensor_key: TensorKey, tensor: torch.Tensor, placement: Placement | None = None
     ) -> TensorRecord:
-        """Write a tensor and return its record; `placement` is None for all but parts of parameters."""
+        """Write a tensor and return its record. `placement` is given for parts of parameters, and None otherwise."""
         name = str(tensor.dtype).removeprefix("torch.")
         return self._writer.add(
             tensor_key,
@@ -186,7 +188,7 @@ class Recording:
     def _find_replacement(self, tensor_key: TensorKey, like: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of the forced tensor with the device and dtype of `like`.
 
-        Return None if there is no forced tensor of this key, or if its shape is another one.
+        Return None if there is no forced tensor of this key, or if the forced tensor has another shape.
         """
         if self._forced is None:
             return None
@@ -198,7 +200,7 @@ class Recording:
     def begin(self, slot: str, piece: Piece) -> torch.Tensor | None:
         """Write a weight or buffer at the start of the iteration.
 
-        Return the values with which the iteration must start instead, or None if they stay.
+        Return the values with which the iteration must start in their place. None means that the values stay.
         """
         self.write_piece(CaptureStage.WEIGHTS, slot, piece)
         return self._find_replacement(
@@ -217,9 +219,9 @@ class RoundingProbe:
     The iteration is repeated with weights that `perturb` has changed by one rounding error. Each tensor is
     compared with the written tensor of the same key, and `responses` keeps the largest relative change.
 
-    After `round_otherwise` the inputs of modules are changed by a rounding error, too. Perturbed weights alone
-    would move all attention keys alike, and the softmax over the keys cancels such a change, while real
-    rounding errors move each key differently.
+    After a call of `round_otherwise`, the inputs of modules are changed by a rounding error as well. The reason
+    is attention: perturbed weights move all keys in the same way, and the softmax over the keys cancels such a
+    change. Real rounding errors move each key differently.
     """
 
     def __init__(self, stored: StoredTensors) -> None:
@@ -257,11 +259,12 @@ class RoundingProbe:
         return (tensor + tensor * relative_errors.to(tensor.device)).to(tensor.dtype)
 
     def write(self, tensor_key: TensorKey, tensor: torch.Tensor) -> None:
-        """Compare a tensor with the written one, and keep the relative change of its norm.
+        """Compare a tensor with the tensor that was written under its key, and keep the largest relative change.
 
-        Integers, tensors without a written counterpart and tensors of another shape are ignored. A tensor with
-        an infinity where the written tensor is finite is ignored too. In fp16 the changed weights may overflow,
-        which says nothing about rounding.
+        The relative change is the norm of the difference over the norm of the written tensor. Integers, and
+        tensors without a written tensor of the same shape, are ignored. A tensor with an infinite element where
+        the written tensor is finite is ignored too: in fp16 the changed weights may overflow, which says
+        nothing about rounding.
         """
         before = self._stored.get(tensor_key) if tensor.is_floating_point() else None
         if before is None or before.shape != tensor.shape:
@@ -281,8 +284,8 @@ class RoundingProbe:
     def write_piece(self, stage: CaptureStage, slot: str, piece: Piece) -> None:
         """Compare this rank's part of a parameter, or of a tensor with the parameter's shape.
 
-        A change of the gradient's running average (`exp_avg`) also counts as a change of the weight's update,
-        because the update follows this average. Rows are compared one by one for that.
+        The largest relative change of a row of the gradient's running average (`exp_avg`) is also kept as the
+        change of the weight's update, because the update follows this average.
         """
         tensor_key = TensorKey(stage, piece.name, slot)
         self.write(tensor_key, piece.values)
@@ -311,15 +314,16 @@ class RoundingProbe:
         return self._stored.get(tensor_key)
 
     def carry(self, states: Iterable[tuple[TensorKey, float]]) -> None:
-        """Add the rounding errors of earlier iterations' gradients to the responses of optimizer states.
+        """Add the rounding errors of the gradients of earlier iterations to the responses of optimizer states.
 
         An optimizer state is a sum of its old value and this iteration's gradient. The repeated iteration
         measures only the gradient's part. The old value is assumed to have the same relative error as this
         iteration's gradient; squared averages (`…_sq`) have twice that error.
 
         Args:
-            states: Tensor keys of optimizer states and their norms at the start of the iteration. The norm at the
-                start may be larger than at the end, where terms of the sum cancel.
+            states: Tensor keys of optimizer states, each with the norm of the state at the start of the
+                iteration. This norm may be larger than the norm at the end, because terms of the sum can
+                cancel.
         """
         for tensor_key, norm_at_start in states:
             stored = self._stored.get(tensor_key)
@@ -378,17 +382,18 @@ def _to_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def update_magnitude(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-    """Return how far an update would have moved each weight by a gradient of its row's typical size.
+    """Estimate the distance that an update moves each weight if its gradient has the typical size of the row.
 
-    Adam divides the gradient by its own size. So a weight whose gradient consists of rounding errors moves as
-    far as any other weight. Scaling by the row's gradient gives a magnitude that rounding can be judged by.
+    Adam divides a gradient by the gradient's own size. So a weight whose gradient consists of rounding errors
+    moves as far as any other weight. The result is scaled by the gradients of the whole row instead, so
+    rounding can be judged by it.
 
     Args:
         moved: Change of each weight by the update.
         squares: The optimizer's running average of the squared gradient, in the same shape.
 
     Returns:
-        fp32 tensor in the same shape; 0 where the average is 0.
+        The distance per weight, fp32 in the same shape. It is 0 where the average is 0.
     """
     gradient_sizes = squares.detach().float().sqrt()
     weighted_moves = moved.detach().float() * gradient_sizes
@@ -408,16 +413,18 @@ def tap(
 ) -> torch.Tensor:
     """Pass an activation to a sink now, and its gradient in the backward pass.
 
-    The result is a copy of the activation, or the sink's replacement. The gradient of the copy is the
-    contribution of this module alone; the gradient of the original may be a sum over several modules. The
-    result is a copy and not a view, because Megatron's pipeline schedule frees the output of a stage and
-    refuses to do so for views. Without autograd the tensor itself is returned, or its replacement.
+    The result is a copy of the activation, or of the sink's replacement. The gradient of the copy is the
+    contribution of this module alone, while the gradient of the original may be a sum over several modules. The
+    result is not a view, because Megatron's pipeline schedule frees the output of a stage and refuses to do so
+    for views. If autograd does not record `tensor`, the tensor itself or its replacement is returned without a
+    copy.
 
     Args:
         sink: Receiver. If `form` or `value` is given, its replacements must fit `tensor` as they are.
         tensor: Input or output of a module.
-        tensor_keys: Tensor keys of the activation and of its gradient. There are several pairs if the reference has
-            one module here and the other model has several; the replacement of the last pair counts.
+        tensor_keys: Pairs of tensor keys: of the activation and of its gradient. There are several pairs if one
+            model has several modules where the other has one. The replacement for the last pair is the one that
+            counts.
         form: Function that brings activation and gradient into the form in which they are compared.
         value: Tensor that the sink receives instead of `tensor`.
     """
@@ -457,9 +464,9 @@ class _CopyWithGradientHook(torch.autograd.Function):
 
 
 def _view_bytes(tensor: torch.Tensor) -> memoryview:
-    """Return the tensor's values as bytes; a contiguous CPU tensor is not copied.
+    """Return the tensor's values as bytes. A contiguous CPU tensor is not copied.
 
-    `Tensor.numpy` is not used, because torch refuses to resize a storage after it, and Megatron resizes
+    `Tensor.numpy` is not used. After a call of it torch refuses to resize the storage, and Megatron resizes
     storages to free their memory.
     """
     flat = tensor.detach().cpu().reshape(-1).contiguous()

@@ -67,7 +67,7 @@ class TrainingState:
 
 
 def perturb(weights: Iterable[tuple[str, Tensor]]) -> None:
-    """Multiply every element of the weights in place by 1 + ε or 1 − ε, where ε is its dtype's epsilon.
+    """Multiply every element of the weights in place by 1 + ε or 1 − ε. ε is the epsilon of the weight's dtype.
 
     Args:
         weights: Names and values. The name is the seed of the weight's random signs, so equal names get

@@ -16,8 +16,8 @@ def environment(templates: Path, *, escaped: bool = True) -> Environment:
 
     Args:
         templates: Folder of the templates.
-        escaped: Escape all inserted texts for HTML. If False, templates make code: nothing is escaped, and
-            the newline at the end of a template is kept.
+        escaped: True escapes all inserted texts for HTML. False is for templates that make code: nothing is
+            escaped, and the newline at the end of a template is kept.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -23,7 +23,7 @@ _HTML = '<pre style="white-space:pre;overflow-x:auto;line-height:1.3">{code}</pr
 
 
 class Presented:
-    """A mixin for frozen dataclasses with `repr=False`: text, HTML and data of a value."""
+    """A mixin that shows a value as text, HTML and data. It is for frozen dataclasses with `repr=False`."""
 
     def show(self, console: Console) -> None:
         """Print the value to a console as its command prints it."""
@@ -78,7 +78,7 @@ class PresentedTable(Presented):
 
 
 def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested data as one row: `{"time": {"bubble": 1}}` gives `{"time.bubble": 1}`.
+    """Return nested data as one flat row. For example, `{"time": {"bubble": 1}}` gives `{"time.bubble": 1}`.
 
     Lists are left out.
     """
@@ -94,7 +94,7 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def _plain_console(file: StringIO, record: bool = False) -> Console:
     """Return a console that writes text without control codes, in a terminal and in a notebook alike.
 
-    In a notebook rich would otherwise display every line by itself.
+    With its default settings, rich would display every line separately in a notebook.
     """
     from rich.console import Console
 

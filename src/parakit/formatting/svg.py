@@ -24,7 +24,7 @@ Colour-blind readers can tell the six apart, on white and on black.
 def svg_figure(
     path: Path, name: str, width: float, height: float, **saved: Any
 ) -> Iterator[Figure]:
-    """Yield an empty figure, and write it as SVG when the block ends; equal figures give equal bytes.
+    """Yield an empty figure, and write it as SVG when the block ends. Equal figures give files with equal bytes.
 
     Args:
         path: File to write.

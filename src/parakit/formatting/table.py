@@ -77,10 +77,10 @@ class Table[R]:
     def widths(self, width: int | None) -> list[int]:
         """Return the width of each column, in characters, in a terminal of `width` characters.
 
-        Columns that do not wrap get the width of their longest text. The other columns share the remaining
-        characters. A column that wraps is at least as wide as its longest word. If the terminal is too narrow
-        for that, words may be broken, but numbers may not. If it is still too narrow, numbers may be broken.
-        If `width` is None, every column is as wide as its longest text.
+        Columns that do not wrap get the width of their longest text. The columns that wrap share the remaining
+        characters, and each is at least as wide as its longest word. If the terminal is too narrow for that,
+        words are broken, but numbers are not. If it is still too narrow, numbers are broken too. If `width` is
+        None, every column is as wide as its longest text.
 
         rich's own widths are not used. In a terminal that is too narrow for all words, rich 15 cuts characters off
         the columns that must not wrap: at 62 characters `1,234.5` became `1,23`, and at 55 the column was gone.
@@ -108,11 +108,11 @@ class Table[R]:
     def least(self, unbroken: Callable[[str], object] = str.strip) -> list[int]:
         """Return the minimum width of each column in characters.
 
-        A column that wraps must be as wide as its longest unbreakable word, but not wider than WRAPPED_WIDTH.
-        Any other column must be as wide as its longest text.
+        For a column that wraps, the minimum is the length of its longest unbreakable word, but at most
+        WRAPPED_WIDTH. For any other column, it is the length of its longest text.
 
         Args:
-            unbroken: Function that returns a true value for words that must not be broken; by default no word
+            unbroken: Function that returns a true value for words that must not be broken. By default, no word
                 may be broken.
         """
         minimum_widths = []
@@ -128,8 +128,9 @@ class Table[R]:
     def fitting(self, width: int) -> Table[R]:
         """Return the table without the columns that do not fit into a terminal of `width` characters.
 
-        Columns whose cells are all dashes or empty are left out, too. A column that wraps counts as
-        WRAPPED_WIDTH characters at most. The first column by rank always stays.
+        Columns are added in the order of their rank, as long as there is space. Columns whose cells are all
+        dashes or empty are left out too. A column that wraps counts as WRAPPED_WIDTH characters at most. The
+        first column by rank always stays.
         """
         texts_by_column = self._texts_by_column
         kept_indices: list[int] = []
@@ -207,9 +208,9 @@ _MARKDOWN_ESCAPES = str.maketrans(
 
 
 def csv_table[R](table: Table[R]) -> str:
-    """Return the table as CSV with the values themselves, not their texts; unknown values are empty.
+    """Return the table as CSV. A cell has the value itself and not its text; unknown values give empty cells.
 
-    A text is put in one line. If a text starts with =, + or @, it gets a quote before it, because a
+    Line breaks in a text are removed. A text that starts with =, + or @ gets a quote in front, because a
     spreadsheet would read it as a formula.
     """
     buffer = io.StringIO()
@@ -263,11 +264,12 @@ def rich_table(table: Table[Any], width: int | None = None) -> RichTable:
 
 
 def readable_table(table: TextTable, width: int) -> RenderableType:
-    """Return a table for a terminal of `width` characters, as columns or, if too narrow, as paragraphs.
+    """Return a table for a terminal of `width` characters: as columns, or as paragraphs if the terminal is narrow.
 
     Paragraphs are used if a word would not fit into its column, or if a column under NARROW characters would
-    need more than three lines for a cell. Rows with the same first cell share it as a heading. Each row is one
-    paragraph under it, in which each cell follows the name of its column; dashes are left out.
+    need more than three lines for a cell. Consecutive rows with the same first cell get this cell as their
+    heading. Each row is one paragraph under the heading, in which each cell follows the name of its column.
+    Cells that are empty or a dash are left out.
     """
     wrapping_table = table.wrapping()
     width_for_whole_words = sum(wrapping_table.least()) + COLUMN_GAP * len(table.header)

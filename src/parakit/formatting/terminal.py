@@ -31,7 +31,7 @@ def say(console: Console, text: str, style: str | None = None) -> None:
 def say_markdown(console: Console, text: str) -> None:
     """Print a page of Markdown with headings, lists and tables, but without its images.
 
-    The page has the terminal's width; output to a file or a pipe has 200 columns.
+    In a terminal, the page has the terminal's width. In a file or a pipe, it has 200 columns.
     """
     from rich.markdown import Markdown
 

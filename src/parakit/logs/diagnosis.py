@@ -43,7 +43,9 @@ Other codes mean that this rank failed, and that torchrun stopped the others."""
 
 
 def diagnose_log(log_path: Path, exit_code: int | None, interrupted: bool) -> StatusRecord:
-    """Return how a run ended, by its log.
+    """Return the status of the run that wrote a log: how it ended, and why.
+
+    A log that cannot be read gives the status NO_LOG with the reason.
 
     Args:
         log_path: Path of the log, which need not exist.
@@ -60,7 +62,7 @@ def diagnose_log(log_path: Path, exit_code: int | None, interrupted: bool) -> St
 def classify_log(
     log: ScrapedLog, exit_code: int | None = None, interrupted: bool = False
 ) -> StatusRecord:
-    """Return how the run of a scraped log ended. `exit_code` and `interrupted` are as in `diagnose_log`."""
+    """Return the status of the run in a log that was read already. Arguments are those of `diagnose_log`."""
     if log.other_trainer is not None and exit_code is None:
         return StatusRecord(Status.NO_LOG, exit_code, _describe_foreign_log(log))
     log_end = describe_log_end(log)
@@ -82,7 +84,7 @@ def classify_log(
 def _is_finished(log: ScrapedLog) -> bool:
     """Return True if training ended as planned: the log prints a planned exit, or the last planned iteration.
 
-    An exit because of SIGTERM is not a planned one.
+    An exit that SIGTERM caused is not planned.
     """
     if log.exit_reason is not None:
         return "SIGTERM" not in log.exit_reason
@@ -93,10 +95,11 @@ def _is_finished(log: ScrapedLog) -> bool:
 
 
 def find_first_error(log: ScrapedLog) -> LoggedError | None:
-    """Return the first error that is a cause, of torchrun's root-cause rank if this rank has any.
+    """Return the first error that is a cause and not a consequence of another error.
 
-    None means that the log has no error, or that a signal killed a rank. In that case the other ranks only
-    report that they lost the rank, and only an error of the scheduler is returned.
+    Errors of the rank that torchrun names as root cause have priority. None means that the log has no error, or
+    that a signal killed a rank. In the last case other ranks only report that they lost this rank, so only an
+    error of the scheduler is returned.
     """
     trace, exit_code = log.trace, log.trace.root_cause_exit_code
     causes = [error for error in trace.errors if not error.secondary]
@@ -119,9 +122,9 @@ def describe_log_end(log: ScrapedLog) -> str:
 
 
 def _classify_lines(log: ScrapedLog, exit_code: int | None, finished: bool) -> StatusRecord:
-    """Return the status of a run without an error, by its iterations.
+    """Return the status of a run without an error, as its iterations show it.
 
-    `finished` is False if the log stops without a reason.
+    `finished` is True if the run ended as planned. It is False if the log stops without a reason.
     """
     lines, log_end = log.iterations, describe_log_end(log)
     rank = None if finished else log.trace.root_cause_rank
@@ -145,7 +148,7 @@ def _classify_lines(log: ScrapedLog, exit_code: int | None, finished: bool) -> S
 
 
 def _describe_skipped_run(log: ScrapedLog) -> str:
-    """Return the sentences on a run whose steps were all skipped, with a way out."""
+    """Return sentences on a run in which every step was skipped, and on how to avoid this."""
     last = log.iterations[-1]
     scale = f" The loss scale has come down to {last.loss_scale:.0f}." if last.loss_scale else ""
     # A scale of 65536 fits most models. If that was too large, less than the last scale is needed.
@@ -178,7 +181,10 @@ def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) 
 
 
 def _classify_exit_code(log: ScrapedLog, exit_code: int | None) -> StatusRecord | None:
-    """Return the status by the exit code of the root-cause rank, else of the launcher; None if it is 0."""
+    """Return the status that an exit code shows; None if the code is 0 or unknown.
+
+    The code is that of the root-cause rank, or else that of the launcher.
+    """
     rank, code = log.trace.root_cause_rank, log.trace.root_cause_exit_code
     code = exit_code if code is None else code
     if not code:

@@ -113,7 +113,7 @@ _MAX_MESSAGE = 2000
 
 
 class ErrorCollector:
-    """Collector of failures. `feed` gets every line of a run, and `trace` returns the failures."""
+    """Collector of the errors in a log. `feed` gets every line of a run, and `trace` returns the errors."""
 
     def __init__(self) -> None:
         self._errors: list[LoggedError] = []
@@ -164,7 +164,7 @@ class ErrorCollector:
         self._ignored = self._ignored or "Exception ignored in" in line
 
     def trace(self) -> ErrorTrace:
-        """Return the failures in the lines so far, with the root cause."""
+        """Return the errors in the lines so far, with the rank and the exit code of the root cause."""
         # torchrun looks for dead ranks ten times a second, and lists the root cause last. Of ranks that it
         # finds together it takes the lowest. A rank that a signal killed is the cause, because the others
         # only lost their connection to it.
@@ -178,7 +178,7 @@ class ErrorCollector:
         return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by)
 
     def _follow_traceback(self, line: str) -> None:
-        """Read a line of an open traceback; the line with the exception closes the traceback."""
+        """Read a line within a traceback. The line with the exception ends the traceback."""
         rank, text = _split_prefix(line)
         if rank not in self._frames:
             return
@@ -220,7 +220,7 @@ class ErrorCollector:
                 self._add_error(kind, message, _split_prefix(line)[0])
 
     def _feed_slurm(self, line: str) -> None:
-        """Read a message of Slurm: an error, a failed task, or that it cancelled the job."""
+        """Read a message of Slurm: an error, a failed task, or the cancellation of the job."""
         if _SLURM_OUT_OF_MEMORY.search(line):
             self._add_error(SCHEDULER, _HOST_MEMORY, None)
         elif failed := _SLURM_NODE_FAILED.search(line):
@@ -245,7 +245,7 @@ class ErrorCollector:
             self._interrupted_by = by
 
     def _feed_timeout(self, line: str) -> None:
-        """Read the report of NCCL's watchdog on a call that timed out; the first one per rank counts."""
+        """Read a report of NCCL's watchdog on a call that timed out. Only the first report of each rank counts."""
         rank, text = _split_prefix(line)
         match = _NCCL_TIMEOUT.search(text)
         if match is None or rank in self._timed_out:
@@ -262,7 +262,7 @@ class ErrorCollector:
         self._timed_out.add(rank)
 
     def _feed_torchrun(self, line: str) -> None:
-        """Read a line of torchrun: its list of failed ranks, or that it killed a process."""
+        """Read a line of torchrun: part of its list of failed ranks, or the message that it killed a process."""
         if self._in_epilogue:
             self._feed_epilogue(line)
         elif line.strip() in _EPILOGUE:
@@ -284,10 +284,10 @@ class ErrorCollector:
     def _add_error(
         self, kind: str, message: str, rank: int | None, secondary: bool = False
     ) -> None:
-        """Add an error. `secondary` says that the error follows from another one.
+        """Add an error. `secondary` is True if the error is the consequence of another error.
 
-        An error also counts as secondary if Python ignores it, if it comes after a timeout of NCCL, or if its
-        message reports a lost connection.
+        An error also counts as secondary if Python ignores it, if it comes after a timeout of NCCL, or if its message
+        reports a lost connection.
         """
         is_after_timeout = bool(self._timed_out) and kind not in (NCCL_TIMEOUT, SCHEDULER)
         secondary = secondary or self._ignored or is_after_timeout

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 
 
 class Iteration(msgspec.Struct, frozen=True, gc=False):
-    """Numbers of one iteration line; None if the line does not have a number.
+    """Numbers in one iteration line. A number that the line does not have is None.
 
-    The class is a msgspec struct because half a million of them must be made in seconds.
+    The class is a msgspec struct, because half a million objects must be made in seconds.
     """
 
     iteration: int
@@ -90,7 +90,7 @@ _INTEGERS = frozenset(
 class Columns:
     """Columns of some iteration lines, by field.
 
-    `known` says which lines have a value. A field without an entry in `known` has a value in every line.
+    `known` states which lines have a value. A field without an entry in `known` has a value in every line.
     """
 
     count: int = 0
@@ -105,7 +105,7 @@ class Columns:
         return Columns(count, values, known)
 
     def rows(self, start: int, stop: int) -> Iterator[Iteration]:
-        """Yield the lines from `start` to before `stop` as objects."""
+        """Yield the lines from index `start` to `stop` (exclusive) as objects."""
         lists: dict[str, list[Any]] = {}
         for name, column in self.values.items():
             values = column[start:stop].tolist()
@@ -138,7 +138,7 @@ def _join_extra_metrics(
 
 
 def make_columns(lines: Sequence[Iteration]) -> Columns:
-    """Return lines as columns. Integers must be below 2**63. Fields without any value get no column."""
+    """Return lines as columns. A field without any value gets no column. Integers must be below 2**63."""
     columns = Columns(len(lines))
     values = {name: list(map(operator.attrgetter(name), lines)) for name in _FIELDS}
     for name in sorted({name for line in lines for name in line.extra_metrics or ()}):
@@ -163,7 +163,7 @@ def find_dtype(name: str) -> type[np.generic]:
 
 
 class IterationTable(Sequence[Iteration]):
-    """Iteration lines in the order of their numbers; no number comes twice."""
+    """Iteration lines in the order of their numbers. Every number occurs at most once."""
 
     def __init__(self, columns: Columns | None = None) -> None:
         self._columns = columns or Columns()
@@ -174,7 +174,10 @@ class IterationTable(Sequence[Iteration]):
         return cls(make_columns(list(lines)))
 
     def values(self, name: str) -> NDArray[np.float64]:
-        """Return a field of every line; NaN if the line has no value (see `known`) or its value is NaN."""
+        """Return the values of a field, one per line; NaN if the line has no value.
+
+        A printed value may also be NaN; `known` distinguishes the two cases.
+        """
         column = self._columns.values.get(name)
         if column is None:
             return np.full(len(self), np.nan)
@@ -184,7 +187,7 @@ class IterationTable(Sequence[Iteration]):
         return values
 
     def known(self, name: str) -> NDArray[np.bool_]:
-        """Return for every line whether it has a value of a field, or whether a flag is set."""
+        """Return, for every line, whether the line has a value of the field. For a flag, return whether it is set."""
         column = self._columns.values.get(name)
         if column is None:
             return np.zeros(len(self), np.bool_)
@@ -193,7 +196,10 @@ class IterationTable(Sequence[Iteration]):
         return self._columns.known.get(name, np.ones(len(self), np.bool_)).copy()
 
     def derive_times(self) -> IterationTable:
-        """Return the table with iteration times, if the log has only mean times, sums of times or clocks."""
+        """Return the table with iteration times computed from mean times, sums of times or clocks, if it has none.
+
+        The columns with these helper values are removed.
+        """
         sources = (MEAN_SECONDS, TRAINED_SECONDS, CLOCK_SECONDS)
         source = next((name for name in sources if name in self._columns.values), None)
         if source is None:
@@ -214,10 +220,10 @@ class IterationTable(Sequence[Iteration]):
         return IterationTable(Columns(len(self), values, known))
 
     def _compute_times_from_sums(self, name: str) -> NDArray[np.float64]:
-        """Return the milliseconds of each iteration, from a clock or a sum of seconds at the end of each line.
+        """Return the milliseconds of each iteration, from a column with a clock or with a sum of seconds.
 
-        NaN stands for the first line, for the first line after a restart, and where the seconds do not rise. Of
-        several iterations between two lines it is the mean.
+        The result is NaN for the first line, for the first line after a restart, and where the seconds do not rise.
+        If iterations between two lines are missing, it is their mean time.
         """
         times = np.full(len(self), np.nan)
         if len(self) < 2:
@@ -229,10 +235,10 @@ class IterationTable(Sequence[Iteration]):
         return times
 
     def _compute_times_from_means(self) -> NDArray[np.float64]:
-        """Return the milliseconds of each iteration, from mean times and seconds since the start.
+        """Return the milliseconds of each iteration, from columns with mean times and with seconds since the start.
 
-        A mean counts from the start of a process, and the first iteration of a process is not printed. NaN
-        stands for lines whose mean fits no such first iteration.
+        A mean counts from the start of a process, and the log does not print with which iteration a process started.
+        The result is NaN for a line whose mean and seconds fit no such iteration.
         """
         times = np.full(len(self), np.nan)
         means, seconds_so_far = self.values(MEAN_SECONDS), self.values(SECONDS_SO_FAR)
@@ -312,9 +318,10 @@ class IterationTable(Sequence[Iteration]):
 def _find_first_iteration(
     number: int, *, mean: float, elapsed: float, candidates: Sequence[int]
 ) -> int | None:
-    """Return the first candidate whose iterations up to `number` take `elapsed` seconds; None if none fits.
+    """Return the candidate after which the iterations up to `number` take `elapsed` seconds; None if none fits.
 
-    A candidate is the number of the last iteration before the process started.
+    A candidate is the number of the last iteration before the process started. It fits if (`number` - candidate)
+    times `mean` seconds is close to `elapsed`. The first candidate that fits is returned.
     """
     slack = 1 + 1e-3 * elapsed  # The mean may be printed with only four digits.
     for candidate in candidates:
@@ -326,7 +333,7 @@ def _find_first_iteration(
 class TableBuilder:
     """Builder of a table of iterations from the lines of a log, in their order.
 
-    If several lines have the same iteration number, the last of them counts.
+    If several lines have the same iteration number, the last of these lines is used.
     """
 
     def __init__(self) -> None:
@@ -341,7 +348,7 @@ class TableBuilder:
         return self._count
 
     def append(self, line: Iteration, log_line: int) -> None:
-        """Append the iteration that a line of the log prints; `log_line` is the number of that line in the file."""
+        """Append the iteration that a line of the log prints. `log_line` is the number of this line in the file."""
         if self.first is None:
             self.first = line.iteration
         self._recent.append((line, log_line))
@@ -351,9 +358,9 @@ class TableBuilder:
             self._flush()
 
     def extend(self, lines: Columns) -> None:
-        """Append several lines at once, which are stored as columns.
+        """Append several lines at once, given as columns.
 
-        There must be at least one line. The caller has checked that their iteration numbers ascend.
+        There must be at least one line. The caller must have checked that the iteration numbers ascend.
         """
         self._flush()
         if self.first is None:
@@ -363,7 +370,7 @@ class TableBuilder:
         self.last = next(lines.rows(lines.count - 1, lines.count))
 
     def build(self) -> tuple[IterationTable, IterationTable]:
-        """Return the table, and a table of the lines that later ones replaced.
+        """Return two tables: the iterations, and the lines that later lines with the same number replaced.
 
         The builder is empty afterwards.
         """
@@ -392,10 +399,10 @@ class TableBuilder:
 
 
 def _join_chunks(chunks: list[Columns], count: int) -> Columns:
-    """Return the columns of all chunks joined in order, `count` rows in total; empty the list `chunks`.
+    """Return the columns of all chunks joined in order, `count` rows in total, and empty the list `chunks`.
 
-    Each column of a chunk is freed as soon as it is copied, which limits the peak memory. A chunk without a
-    column gives zeros that are marked as unknown.
+    Each column of a chunk is freed as soon as it is copied, which limits the peak memory. Rows of a chunk that
+    has no such column are 0 and marked as unknown.
     """
     joined = Columns(count)
     names = dict.fromkeys(name for chunk in chunks for name in chunk.values)

@@ -59,7 +59,7 @@ class _Number:
 
 @dataclass(frozen=True)
 class LineLayout:
-    """Positions of the numbers in iteration lines of one length, and the bytes that are equal in all of them."""
+    """Positions of the numbers in iteration lines of one length, and the bytes that all these lines share."""
 
     length: int
     classes: Bytes
@@ -100,10 +100,10 @@ class LineLayout:
 
 
 def learn_layout(line: bytes, format_: LineFormat) -> LineLayout | None:
-    """Return where the numbers of an iteration line are, so that similar lines can be read without its format.
+    """Return the positions of the numbers in an iteration line, by which similar lines can be read much faster.
 
-    None means that similar lines cannot be read in this way. For example, the line is torn, has several iterations
-    or other characters than ASCII, or has a number with too many digits.
+    None means that similar lines cannot be read in this way. For example, the line is torn, has several
+    iterations or non-ASCII characters, or has a number with too many digits.
 
     Args:
         line: A line without its line end.
@@ -166,10 +166,10 @@ def _make_layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
 
 
 def _locate_number(part: LineField, line: bytes) -> _Number | None:
-    """Return the positions of the digits of one field in a line.
+    """Return the positions of a field's digits in a line.
 
-    None means that the field has no plain number (`nan` is none), or that the number has more digits than can
-    be computed exactly.
+    None means that the field has no plain number (`nan` is none), or that the number has too many digits to be
+    computed exactly.
     """
     if not part.field or part.value is None:
         return None
@@ -195,7 +195,7 @@ def _locate_number(part: LineField, line: bytes) -> _Number | None:
 
 
 def _compute_values(number: _Number, lines: Bytes) -> tuple[NDArray[Any], NDArray[np.bool_]]:
-    """Return the number that each line has at a layout's positions, and whether it is exact to the last bit.
+    """Return the numbers at a layout's positions in all lines, and whether each number is exact to the last bit.
 
     The second array has one element per line, or a single element that holds for all lines.
     """
@@ -221,9 +221,7 @@ def _compute_integers(lines: Bytes, digits: NDArray[np.intp]) -> NDArray[np.floa
 
 
 class LogBlock:
-    """Complete lines of a log, with the plain iteration lines among them as columns.
-
-    A plain line is one that a layout reads.
+    """Complete lines of a log. The plain iteration lines among them, which a layout can read, are also columns.
 
     Args:
         data: The lines with their newlines.
@@ -245,9 +243,9 @@ class LogBlock:
         return self.data[self.starts[first] : self.stops[behind - 1] + 1]
 
     def fill(self, layout: LineLayout, first: int = 0) -> None:
-        """Read all lines that have a layout into `columns`, and mark them in `plain`.
+        """Read all lines that have a layout into `columns`, and mark these lines in `plain`.
 
-        Lines before index `first`, and lines that are marked already, are left as they are.
+        Lines before index `first`, and lines that are marked already, are not changed.
         """
         lengths = self.stops[first:] - self.starts[first:]
         candidates = first + np.flatnonzero((lengths == layout.length) & ~self.plain[first:])
@@ -265,9 +263,9 @@ class LogBlock:
             self.columns.known[name][lines] = True
 
     def sections(self) -> Iterator[tuple[int, int, bool]]:
-        """Yield the longest sections of lines that are all plain, or all not plain, in order.
+        """Yield the sections of the block in order. The lines of a section are either all plain or all not plain.
 
-        Each section is the index of its first line, the index after its last line, and True if it is plain.
+        A section is the index of its first line, the index after its last line, and True if its lines are plain.
         """
         edges = np.flatnonzero(self.plain[1:] != self.plain[:-1]) + 1
         bounds = [0, *edges.tolist(), len(self.plain)]
@@ -276,7 +274,7 @@ class LogBlock:
 
 
 class LayoutReader:
-    """Reader of blocks of a log, which learns the layouts of the log's lines.
+    """Reader of the blocks of a log, which learns the layouts of the log's iteration lines.
 
     Args:
         event_pattern: Pattern of lines that may state more than an iteration's numbers. No layout is learned
@@ -292,10 +290,10 @@ class LayoutReader:
         self._failures = 0
 
     def block(self, data: bytes, numbers: Sequence[int]) -> LogBlock:
-        """Return a block of complete lines whose iteration lines are read by column.
+        """Return a block of complete lines, with its iteration lines read into columns.
 
-        Iteration lines without a known layout teach the reader new layouts. No more are learned after _MAX_LAYOUTS
-        layouts, or after _MAX_FAILURES lines in succession that have none.
+        An iteration line without a known layout teaches the reader a new layout. The reader stops learning after
+        _MAX_LAYOUTS layouts, or after _MAX_FAILURES lines in succession without a layout.
 
         Args:
             data: Lines with their newlines.
@@ -317,9 +315,9 @@ class LayoutReader:
         return block
 
     def _learn(self, block: LogBlock, index: int, line: bytes, format_: LineFormat) -> None:
-        """Learn the layout of the line with index `index`, and read this and later lines of the block with it.
+        """Learn the layout of the line at `index`, and read this line and later lines of the block with it.
 
-        A line without a layout, or with an event, is counted as a failure and teaches nothing.
+        A line that has no layout, or that may report an event, is counted as a failure.
         """
         layout = None if self._event_pattern.search(line) else learn_layout(line, format_)
         if layout is None:

@@ -51,7 +51,7 @@ _MAX_LENGTH = 1 << 14
 class LineSplitter:
     """Splitter of a log's bytes into clean lines.
 
-    `feed` gets the bytes in order, in chunks that may end anywhere, and `finish` returns the last line.
+    `feed` gets the bytes in order, in pieces that may end anywhere. `finish` returns the last line.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class LineSplitter:
     def feed(self, data: bytes) -> list[tuple[int, str]]:
         """Return the clean lines that end in `data`, each with the number of newlines before it in `data`.
 
-        Empty lines are left out. Bytes after the last line end are stored for the next call.
+        Empty lines are left out. Bytes after the last line end are kept for the next call.
         """
         text = self._decoder.decode(data.translate(None, _CONTROLS))
         text = self._unfinished + (text if text.isascii() else _INVISIBLE.sub("", text))
@@ -86,7 +86,7 @@ class LineSplitter:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Yield the clean lines of a log, plain or compressed. Empty lines are left out.
+    """Yield the clean lines of a plain or compressed log. Empty lines are left out.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -98,9 +98,9 @@ def read_lines(path: Path) -> Iterator[str]:
 
 
 def split_lines(text: str) -> tuple[list[str], str]:
-    """Return the complete lines of a text, and the text after its last line end.
+    """Return the complete lines of a text, and the remaining text after the last line end.
 
-    The lines have no ANSI escapes. A line longer than MAX_LINE is returned as several lines.
+    ANSI escapes are removed. A line longer than MAX_LINE is returned as several lines.
     """
     lines = text.splitlines()
     unfinished = lines.pop() if lines and text[-1] not in "\r\n" else ""
@@ -117,7 +117,7 @@ def drop_escapes(line: str) -> str:
 
 
 def unwrap_json(line: str) -> str:
-    """Return the program's line that a container's log has wrapped in JSON, such as `{"log": "text"}`.
+    """Return the text of a line that a container's log has wrapped in JSON, such as `{"log": "text"}`.
 
     A line that is not wrapped in this way is returned unchanged.
     """
@@ -143,7 +143,7 @@ def is_torn(line: str) -> bool:
 
 
 class TornLines:
-    """Joiner of torn lines. `join` gets every line and returns complete lines."""
+    """Joiner of lines that were torn into parts. `join` gets every line and returns the complete lines."""
 
     def __init__(self) -> None:
         self._before: dict[str, str] = {}
@@ -152,9 +152,9 @@ class TornLines:
     def join(self, line: str) -> list[str]:
         """Take the next line of a log, and return the lines that are complete now, in order.
 
-        The list is empty if `line` is the first part of a torn line. The result has two lines if `line` does
-        not continue the earlier part with the same label, which is then a line by itself. A line without label
-        is returned at once.
+        A line without a label is returned at once. The list is empty if `line` is the first part of a torn line. It
+        has two lines if `line` does not continue the earlier part with the same label: the earlier part is then a
+        line by itself.
         """
         label = _LABEL.match(line)
         if label is None or len(line) > _MAX_LENGTH:
@@ -182,7 +182,7 @@ class TornLines:
 
     @staticmethod
     def _is_continuation(before: str, text: str) -> bool:
-        """Return True if `text` continues the torn line `before`; both had the same label."""
+        """Return True if `text` continues the unfinished line `before`. Both must have the same label."""
         if _ARGUMENT.match(before):
             return _VALUE_END.match(text) is not None
         joined = before + text
@@ -194,9 +194,9 @@ class TornLines:
 
 
 def _cut_line(line: str) -> list[str]:
-    """Return a line in pieces of at most MAX_LINE characters.
+    """Return a line cut into pieces of at most MAX_LINE characters.
 
-    A piece ends before the text of the last iteration that begins in it, so that no iteration is cut.
+    If an iteration begins in a piece and would be cut, the piece ends before it.
     """
     pieces: list[str] = []
     start = 0

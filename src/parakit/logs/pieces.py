@@ -49,7 +49,7 @@ class LogPiece:
 
 
 class Cut(Enum):
-    """Way in which a program has cut long lines in several lines."""
+    """Kinds of places at which a program cuts long lines into several lines."""
 
     ANYWHERE = auto()
     """Cut at the width (`fold`, a terminal)."""
@@ -61,13 +61,13 @@ class Cut(Enum):
 
 @dataclass(frozen=True)
 class Fold:
-    """Width at which a program has cut a log's long lines, and the way in which it has cut them."""
+    """Width at which a program has cut a log's long lines, and the kind of places where it has cut them."""
 
     width: int
     cut: Cut
 
     def joint(self, line: bytes, following: bytes) -> bytes | None:
-        """Return the text to put between `line` and `following` to undo a cut: a lost blank, or nothing.
+        """Return the text that undoes a cut between `line` and `following`: the blank that was lost, or nothing.
 
         None means that `following` does not continue `line`.
         """
@@ -90,13 +90,12 @@ class Fold:
 def open_log(
     path: Path, on_damage: Callable[[], None] = lambda: None
 ) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
-    """Return the formats that a log's iteration lines may have, and an iterator over its complete lines.
+    """Return the possible formats of a log's iteration lines, and an iterator over its complete lines.
 
-    The iterator calls `on_damage` if the file is packed, and cannot be unpacked to its end.
-
-    The first result has one format if the beginning of the log shows an iteration, else all known formats. The
-    iterator starts at the beginning of the file. It yields blocks of lines, unpacked, and joins lines that a
-    terminal or `fold` has cut.
+    There is a single format if the beginning of the log shows an iteration. Otherwise all known formats are
+    returned. The iterator starts at the beginning of the file and yields blocks of unpacked lines. It joins lines
+    that a terminal or `fold` has cut. It calls `on_damage` if the file is packed and cannot be unpacked to its
+    end.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -110,10 +109,10 @@ def open_log(
 
 
 def _read_until_iteration(path: Path) -> bytes:
-    """Return the beginning of a log, read until the first iteration line in Megatron's format appears.
+    """Return the beginning of a log, up to the first iteration line in Megatron's format.
 
-    Reading also stops after _SAMPLE_BYTES, and at the end of the log. The log is read in chunks, so the result may
-    be longer than needed.
+    Reading also stops after _SAMPLE_BYTES, and at the end of the log. The log is read in chunks, so the result
+    may be longer than needed.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -148,10 +147,10 @@ def _find_formats(text: str) -> tuple[LineFormat, ...]:
 
 
 def _unfold_sample(sample: bytes) -> tuple[Fold | None, bytes]:
-    """Find out how the lines of a log's beginning were cut, and return it with the joined beginning.
+    """Return how the lines of a log's beginning were cut, and this beginning with the lines joined.
 
-    Each possible way of cutting is undone, and the way counts whose result shows the most numbers of iterations.
-    None means that no way gives clearly more numbers than the lines as they are; the beginning is then returned
+    Every possible way of cutting is undone, and the way that reveals most numbers of iterations is chosen. None
+    means that no way reveals clearly more numbers than the lines as they are. The beginning is then returned
     unchanged.
     """
     lines = sample.split(b"\n")[:-1]
@@ -175,9 +174,9 @@ def _unfold_sample(sample: bytes) -> tuple[Fold | None, bytes]:
 
 
 def read_chunks(path: Path, on_damage: Callable[[], None] = lambda: None) -> Iterator[bytes]:
-    """Yield the bytes of a log, unpacked. The first chunks are small, so that a reader learns the format early.
+    """Yield the bytes of a log, unpacked. The first chunks are small, so that the format is known early.
 
-    A packed file that is cut off or damaged ends where it cannot be unpacked any more, after a call of `on_damage`.
+    If a packed file is cut off or damaged, `on_damage` is called, and the bytes end where unpacking fails.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -208,7 +207,7 @@ def read_chunks(path: Path, on_damage: Callable[[], None] = lambda: None) -> Ite
 
 
 def _unpack_streams(raw: IO[bytes], start: Callable[[], Any]) -> Iterator[bytes]:
-    """Yield what a packed file holds, which may be several streams in a row.
+    """Yield the unpacked bytes of a file, which may consist of several packed streams.
 
     Args:
         raw: The packed file.
@@ -232,9 +231,10 @@ def _unpack_streams(raw: IO[bytes], start: Callable[[], Any]) -> Iterator[bytes]
 
 
 def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
-    """Yield the bytes of a log as pieces of complete lines with their numbers.
+    """Yield the bytes of a log as pieces of complete lines, with the numbers of the lines.
 
-    The last line, and each part of a line that is longer than MAX_LINE, is a separate piece with `whole` False.
+    The last line is a separate piece with `whole` False, and so is each part of a line that is longer than
+    MAX_LINE.
     """
     unfinished, inside_line, number, length = b"", False, 1, 0
     for chunk in chunks:
@@ -263,7 +263,7 @@ def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
 
 
 def _unfold(pieces: Iterable[LogPiece], fold: Fold) -> Iterator[LogPiece]:
-    """Join the lines that were cut; yield pieces in which each joined line has the number of its first line.
+    """Yield pieces in which lines that were cut are joined. A joined line has the number of its first part.
 
     A line is not joined further once it is longer than MAX_LINE.
     """
@@ -290,7 +290,7 @@ def _unfold(pieces: Iterable[LogPiece], fold: Fold) -> Iterator[LogPiece]:
 def _count_numbers(text: bytes) -> int:
     """Return how many numbers can be read from the iteration lines of a text.
 
-    The time and the loss of an iteration count 1 + _WEIGHT times.
+    The time and the loss of an iteration count 1 + _WEIGHT times each.
     """
     count = 0
     for line in text.decode("utf-8", "replace").splitlines():
@@ -303,7 +303,7 @@ def _count_numbers(text: bytes) -> int:
 
 
 def _unpack_zstd(raw: IO[bytes]) -> Iterator[bytes]:
-    """Yield what a file packed with zstd holds.
+    """Yield the unpacked bytes of a file that is packed with zstd.
 
     Raises:
         EOFError: The file is damaged.

@@ -39,8 +39,8 @@ def parse_printed_spec(
 ) -> RunSpec | None:
     """Return the run that the arguments in a log describe: model, parallelism, batch and precision.
 
-    None means that arguments are missing or damaged, or contradict one another. A batch size or vocabulary that
-    the log does not print is 0.
+    None means that arguments are missing, damaged or contradictory. A batch size or vocabulary size that the log
+    does not print is 0.
 
     Args:
         arguments: The arguments, as `canonicalise_arguments` returns them.
@@ -68,7 +68,7 @@ def parse_printed_spec(
 
 
 def _has_possible_sizes(spec: RunSpec) -> bool:
-    """Return True if a run can have the sizes of model, parallelism and batch; False means a damaged log."""
+    """Return True if the sizes of model, parallelism and batch are possible. Other sizes show a damaged log."""
     parts = (spec.shape, spec.parallelism, spec.batch)
     sizes = [size for part in parts for size in _list_integers(part)]
     split = spec.parallelism
@@ -85,9 +85,9 @@ def _list_integers(part: object) -> list[int]:
 def _select_printed_batch(
     arguments: Mapping[str, str], batch: Batch, global_batch_size: int | None
 ) -> Batch:
-    """Return the batch sizes that a log states; 0 for a size that it does not state.
+    """Return the batch sizes that a log states. A size that the log does not state is 0.
 
-    `global_batch_size` is that of the log's lines, which precedes the argument's; None if they do not state it.
+    `global_batch_size` is the size in the log's lines, or None. It has priority over the printed argument.
     """
     micro = batch.micro_batch_size if "micro_batch_size" in arguments else 0
     printed = batch.global_batch_size if "global_batch_size" in arguments else 0
@@ -95,7 +95,7 @@ def _select_printed_batch(
 
 
 def _add_deepspeed(spec: RunSpec, arguments: Mapping[str, str]) -> RunSpec:
-    """Return a run with DeepSpeed's backend and sharding if its arguments name DeepSpeed; else the run itself."""
+    """Return a run with DeepSpeed's backend and sharding if its arguments name DeepSpeed; else return the run."""
     stage = arguments.get("zero_optimization_stage")
     if stage is None and arguments.get("deepspeed") != "True":
         return spec
@@ -129,10 +129,10 @@ def _do_degrees_fit_ranks(arguments: Mapping[str, str]) -> bool:
 
 
 def drop_unreadable_values(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """Return the arguments without unreadable numbers, and a text (`name value`) per unreadable number.
+    """Return the arguments without unreadable numbers, and a text (`name value`) for each unreadable number.
 
-    An argument of the model or its parallelism stays even if its number cannot be read. Otherwise a model would
-    be made from the remaining arguments.
+    An unreadable argument of the model or its parallelism is not removed. Without it, the remaining arguments
+    would describe another model.
     """
     readable, unread = dict(arguments), []
     for name, value in arguments.items():
@@ -153,9 +153,9 @@ def drop_unreadable_values(arguments: Mapping[str, str]) -> tuple[dict[str, str]
 
 @cache
 def _known_shapes() -> dict[ModelShape, str]:
-    """Return the name of each known model by its shape without the vocabulary.
+    """Return the names of the known models by shape. The shape does not include the vocabulary.
 
-    If several models have one shape, the name is that of the first model.
+    If several models have the same shape, the name of the first model is used.
     """
     named = [
         (_without_read_vocabulary_size(load_model(name).shape), name) for name in model_names()

@@ -58,7 +58,7 @@ _KEYS: dict[type[Any], Callable[[Any], Any]] = {
 
 
 class RunBuilder:
-    """Builder of one run. It gets the run's lines and iterations, and `build` returns the run."""
+    """Builder of one run of a log. It gets the run's lines and iterations, and `build` returns the run."""
 
     def __init__(self) -> None:
         self._event_readers = [
@@ -100,7 +100,10 @@ class RunBuilder:
         return not needs_mark and last is not None and iteration > last.iteration
 
     def restart(self, pending: RunBuilder | None = None) -> None:
-        """Note that training starts again, and take over the lines since the new start from `pending`."""
+        """Record that training starts again.
+
+        If `pending` is given, its lines since the new start are taken over.
+        """
         self._lines_since_start = 0
         self._restarting = True
         self._facts.pop(Ending, None)
@@ -115,9 +118,10 @@ class RunBuilder:
         self._listed |= pending._listed
 
     def complete_iteration(self, line: ParsedIteration) -> ParsedIteration | None:
-        """Return an iteration with the numbers of earlier lines or of the arguments that belong to it.
+        """Return an iteration, completed with numbers from earlier lines or from the arguments.
 
-        None means that the iteration needs such numbers and there are none.
+        An iteration that needs no such numbers is returned unchanged. None means that it needs them and there are
+        none.
         """
         if line.by_order:
             return self._number_by_order(line)
@@ -133,9 +137,10 @@ class RunBuilder:
         return line._replace(iteration=completed) if completed else None
 
     def _number_by_order(self, line: ParsedIteration) -> ParsedIteration | None:
-        """Return an iteration that has no number of its own with the number of an earlier line, else with the next one.
+        """Return an iteration whose line has no number, with the number of an earlier line or else the next number.
 
-        None means that earlier iterations got their numbers from lines before them and this one has none.
+        None means that earlier iterations got their numbers from lines before them, and this iteration has no such
+        line.
         """
         step, self._step_ahead = self._step_ahead, None
         last = self.iterations.last.iteration if self.iterations.last else 0
@@ -152,9 +157,10 @@ class RunBuilder:
         return line._replace(iteration=iteration)
 
     def add_iteration(self, line: ParsedIteration, log_line: int) -> None:
-        """Store an iteration. Of iterations with one number the last counts.
+        """Store an iteration. Of several iterations with the same number, the last is used.
 
-        At most MAX_ITERATIONS are stored. `log_line` is the number of its line in the file.
+        At most MAX_ITERATIONS are stored. An iteration that repeats the last one is ignored. `log_line` is the number
+        of its line in the file.
         """
         if len(self.iterations) >= MAX_ITERATIONS:
             self._overflow = True
@@ -186,7 +192,10 @@ class RunBuilder:
         self.iterations.append(iteration, log_line)
 
     def add_iterations(self, lines: Columns) -> None:
-        """Store lines with rising numbers that follow the last one; at most MAX_ITERATIONS are stored."""
+        """Store several iterations with rising numbers, all higher than the last number.
+
+        At most MAX_ITERATIONS are stored in total.
+        """
         room = MAX_ITERATIONS - len(self.iterations)
         if room < lines.count:
             self._overflow = True
@@ -196,7 +205,7 @@ class RunBuilder:
             self.iterations.extend(lines)
 
     def feed(self, line: str) -> None:
-        """Read everything but iterations from one line."""
+        """Read everything that a line states, apart from iterations."""
         self._errors.feed(line)
         if self._list is not None:
             if self._list.end.search(line):
@@ -270,7 +279,7 @@ class RunBuilder:
         )
 
     def _take_fact(self, fact: Fact) -> None:
-        """Take over a fact: add it to a sum, change the state of the builder, or store it."""
+        """Store a fact. A timer is added to its sum, and some facts change the state of the builder instead."""
         match fact:
             case Timer():
                 num_early_lines = 2 if self._generation.averages_second_line else 1

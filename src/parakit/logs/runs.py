@@ -44,7 +44,7 @@ STATUSES_WITH_MEASUREMENTS = (Status.OK, Status.INTERRUPTED, Status.INCOMPLETE, 
 
 @dataclass(frozen=True)
 class Run:
-    """One training run, with everything that its folder or log states."""
+    """One training run, with everything that its folder or its log states."""
 
     name: str
     path: Path
@@ -123,7 +123,7 @@ class Run:
 
     @property
     def global_batch_size(self) -> int | None:
-        """Samples per iteration, by the spec, the lines or the arguments; None if unknown."""
+        """Samples per iteration, from the configuration, the lines or the arguments; None if unknown."""
         recorded = self.spec.batch.global_batch_size if self.spec else None
         return (
             recorded
@@ -138,7 +138,10 @@ class Run:
 
     @property
     def num_devices(self) -> int | None:
-        """Number of devices that trained the run; 1 for CPU ranks, which share a machine; None if unknown."""
+        """Number of devices that trained the run; None if unknown.
+
+        A run on CPU ranks has 1, because its ranks share a machine.
+        """
         if self.device == "cpu":
             return 1
         return (
@@ -202,7 +205,7 @@ _MAX_LOGS = 5
 
 
 def describe_folder(folder: Path) -> str:
-    """Return the sentence on a folder that is no run folder, with the logs or runs in it."""
+    """Return a sentence on a folder that is no run folder. It names the logs and runs in this folder."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     logs = [path for path in files if {".log", ".txt", ".out"} & set(path.suffixes)]
     runs = find_run_folders(folder)
@@ -213,9 +216,10 @@ def describe_folder(folder: Path) -> str:
 
 
 def find_run_folders(root: Path) -> list[Path]:
-    """Return the root if it is a run folder, else the run folders in it, oldest first.
+    """Return `root` if it is a run folder; otherwise return the run folders in it, the oldest first.
 
-    Names of run folders begin with the time. Hidden folders, which are the launcher's, are left out.
+    The order is that of the names, which begin with the time. Hidden folders belong to the launcher and are left
+    out.
     """
     if not root.is_dir():
         return []
@@ -226,7 +230,7 @@ def find_run_folders(root: Path) -> list[Path]:
 
 
 def load_folder(folder: Path) -> Run:
-    """Load a run folder. The run's notes state what is missing or damaged."""
+    """Load a run folder. Files that are missing or damaged are listed in the run's notes."""
     notes: list[str] = []
     record = _read_file(folder / records.RUN_FILE, records.read_run, notes)
     status = _read_file(folder / records.STATUS_FILE, records.read_status, notes)
@@ -268,9 +272,9 @@ def load_folder(folder: Path) -> Run:
 
 
 def load_log(path: Path) -> list[Run]:
-    """Return the runs in a log file that has no run folder, in the file's order.
+    """Return the runs in a log file without a run folder, in the order of the file.
 
-    If the file has several runs, their names end with `#1`, `#2` and so on.
+    If there are several runs, their names end with `#1`, `#2` and so on.
     """
     name, runs = make_printable(path.name), []
     for log in scrape_runs(path):
@@ -282,7 +286,7 @@ def load_log(path: Path) -> list[Run]:
 
 
 def _add_record(run: Run, record: RunRecord) -> Run:
-    """Return a copy of the run with the facts of its `run.json`: configuration, versions, devices and data."""
+    """Return a copy of a run with the facts in its `run.json`: configuration, versions, devices and data."""
     spec, entry = record.spec, record.entry
     on_gpu = spec.device is DeviceKind.GPU and record.host.devices
     batch_size = run.window.global_batch_size
@@ -306,10 +310,11 @@ def _add_record(run: Run, record: RunRecord) -> Run:
 def _read_parent(
     folder: Path, record: RunRecord | None, notes: list[str]
 ) -> tuple[tuple[Iteration, ...], tuple[Iteration, ...]]:
-    """Return the iterations of the parent run up to the checkpoint, with its own parents', and those after it.
+    """Return the iterations of the run from which this run resumed, in two parts.
 
-    Both are empty if the run did not resume from another run, or if that run's log is missing. Notes on this are
-    added to `notes`.
+    The first part ends at the checkpoint, and includes the iterations of earlier parents. The second part is the
+    iterations after the checkpoint. Both are empty if the run did not resume from another run, or if the log of
+    that run is missing. Remarks on this are added to `notes`.
     """
     origin = record.resumptions[0] if record and record.resumptions else None
     # Names begin with the time, so a parent's name comes first. Another name is no parent's.
@@ -327,7 +332,7 @@ def _read_parent(
 
 
 def _add_printed(run: Run) -> Run:
-    """Return a run of a foreign log with what its printed arguments state."""
+    """Return a run of a foreign log, with the facts that its printed arguments state."""
     arguments, unread = drop_unreadable_values(canonicalise_arguments(run.log.arguments))
     if not arguments:
         return run
@@ -345,7 +350,10 @@ def _add_printed(run: Run) -> Run:
 
 
 def _read_file[T](path: Path, read: Callable[[Path], T], notes: list[str]) -> T | None:
-    """Read a file of a run folder; None and a note in `notes` if it is missing or of another version."""
+    """Read a file of a run folder; return None if the file is missing or of another version of the kit.
+
+    In these cases a sentence is added to `notes`.
+    """
     try:
         return read(path.parent)
     except FileNotFoundError:

@@ -71,7 +71,7 @@ def make_event_pattern() -> re.Pattern[bytes]:
 
 
 class _Scraper:
-    """Reader of a log that decides to which run each line belongs; `RunBuilder` stores what the line states."""
+    """Reader of a log. It decides to which run each line belongs, and a `RunBuilder` stores the line's content."""
 
     def __init__(self, formats: tuple[LineFormat, ...]) -> None:
         self._formats = formats
@@ -93,7 +93,7 @@ class _Scraper:
         self._last_number = numbers[-1]
 
     def feed_block(self, data: bytes, numbers: Sequence[int]) -> None:
-        """Read complete lines. Plain iteration lines that follow each other are stored together."""
+        """Read complete lines. Consecutive plain iteration lines are stored together."""
         block = self._layouts.block(data, numbers)
         for first, behind, plain in block.sections():
             if plain and behind - first >= _MIN_PLAIN_LINES:
@@ -114,9 +114,9 @@ class _Scraper:
         return [*self._done, self._run]
 
     def _feed_plain(self, block: LogBlock, first: int, behind: int) -> None:
-        """Store plain iteration lines from `first` to before `behind` of a block.
+        """Store the plain iteration lines of a block from index `first` to `behind` (exclusive).
 
-        Lines after a start or a pause are read one by one until the run is settled.
+        After a start or a pause, lines are read one by one until the run needs no marks on its lines any more.
         """
         numbers = block.columns.values["iteration"]
         # If a number does not rise, training has started again, which is decided line by line.
@@ -151,7 +151,11 @@ class _Scraper:
         (self._pending or self._run).feed(line)
 
     def _choose_run(self, iteration: int) -> None:
-        """Set `_run` to the run of an iteration: the current run, its restart, or a new run."""
+        """Set `_run` to the run that an iteration belongs to.
+
+        It stays the current run if the iteration number does not fall. If the number falls, but not to the run's
+        first number, the run has restarted. Otherwise a new run begins.
+        """
         first, last = self._run.iterations.first, self._run.iterations.last
         if self._pending is None and (last is None or iteration >= last.iteration):
             return

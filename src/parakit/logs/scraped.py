@@ -68,7 +68,7 @@ class TheoreticalParameters(Fact):
 
 @dataclass(frozen=True)
 class Timer(Fact):
-    """Milliseconds of one timer, of one line or as the mean over all lines."""
+    """Milliseconds of one timer, in one line or as the mean over all lines."""
 
     name: str
     count: int
@@ -134,7 +134,7 @@ class StepAhead(Fact):
 
 @dataclass(frozen=True)
 class NumbersAhead(Fact):
-    """Numbers of the next iteration, on a separate line before its own line."""
+    """Numbers of an iteration that are printed on a separate line before the iteration's own line."""
 
     complete: Callable[[Any, Mapping[str, str], dict[str, Any]], Iteration | None]
     """Function that returns the iteration with these numbers; None if the numbers belong to a later line.
@@ -174,7 +174,7 @@ class LoggedError:
 
 @dataclass(frozen=True)
 class ErrorTrace:
-    """Failures in a log."""
+    """All errors in a log, with the rank and the exit code of the root cause."""
 
     errors: tuple[LoggedError, ...] = ()
     root_cause_rank: int | None = None
@@ -186,7 +186,7 @@ class ErrorTrace:
 
 @dataclass(frozen=True)
 class ScrapedLog:
-    """One training run of a log. A file with several runs gives one object per run, numbered by `part`."""
+    """One training run of a log. A file with several runs gives one object per run, numbered in `part`."""
 
     path: str
     part: int = 1

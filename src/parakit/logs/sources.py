@@ -38,7 +38,7 @@ _SAMPLED_VALUES = (
 
 @dataclass(frozen=True)
 class DeviceSeries:
-    """Samples of one rank's device over time. Values that the device does not report are None."""
+    """Samples of one rank's device over time. A value that the device does not report is None."""
 
     rank: int
     seconds: tuple[float, ...]
@@ -66,7 +66,7 @@ class DeviceSamples:
 
 
 def read_samples(path: Path) -> DeviceSamples:
-    """Read `samples.csv`. A missing, foreign, empty or very large file gives no series.
+    """Read `samples.csv`. A missing, foreign, empty or very large file gives a result without series.
 
     Lines without a rank or a time are skipped.
     """
@@ -87,7 +87,7 @@ def read_samples(path: Path) -> DeviceSamples:
 
 
 def _make_series(rank: int, rows: Sequence[Mapping[str, str]]) -> DeviceSeries:
-    """Return the series of one rank from its rows of `samples.csv`, thinned to about MAX_POINTS."""
+    """Return the samples of one rank from its rows of `samples.csv`, thinned out to about MAX_POINTS."""
     memory = list(filter(None, _parse_column(rows, "memory_bytes")))
     reasons = {row.get("throttle_reasons") or "" for row in rows} - {"", "none", "0"}
     thinned = rows[:: max(1, len(rows) // MAX_POINTS)]
@@ -115,7 +115,7 @@ def _parse_column(rows: Sequence[Mapping[str, str]], name: str) -> tuple[float |
 class RankMeasurements:
     """Memory, communication and routing that the ranks of a run measured.
 
-    A field is None if there is no such file, or if it has no rank with a measured iteration.
+    A field is None if its file is missing, or if the file has no rank with a measured iteration.
     """
 
     memory: MemoryRecord | None = None
@@ -148,7 +148,7 @@ def read_all_measurements(folder: Path) -> tuple[RankMeasurements, list[str]]:
     """Return the memory, communication and routing records of a run folder, and a sentence per unusable file.
 
     A record is None if its file is missing or unusable, or if it has no ranks. Ranks without a steady iteration
-    are left out of the communication record.
+    are removed from the communication record.
     """
     memory, memory_problem = _read_record(folder, MemoryRecord, MEMORY_FILE)
     communication, communication_problem = _read_record(
@@ -170,7 +170,10 @@ def read_all_measurements(folder: Path) -> tuple[RankMeasurements, list[str]]:
 
 
 def _read_record[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:
-    """Return the measurements of one kind, or None and what is wrong; no text if the file does not exist."""
+    """Return the measurements of one kind, and an empty text; if the file is unusable, return None and the reason.
+
+    If the file does not exist, None and an empty text are returned.
+    """
     try:
         return read_measurements(folder, kind), ""
     except (FileNotFoundError, NotADirectoryError):
@@ -206,7 +209,7 @@ _MAX_SAMPLES = 2**53
 
 
 def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog:
-    """Return the log with the iterations of TensorBoard's event files; the log itself if there are none."""
+    """Return the log with the iterations of TensorBoard's event files; unchanged if there are no such files."""
     if not any(folder.rglob("events.out.tfevents.*")):
         return log
     scalars = read_scalars(folder)
@@ -229,7 +232,10 @@ def log_from_tensorboard(folder: Path, log: ScrapedLog) -> ScrapedLog:
 
 
 def read_scalars(folder: Path) -> dict[str, dict[int, float]]:
-    """Read the scalars of all event files in a folder, by tag and step. Of a repeated step the last counts."""
+    """Return the scalars in all event files of a folder, by tag and step.
+
+    If a step is repeated, the last value is returned.
+    """
     # The import takes a second, and most reports do not need it.
     from tensorboard.backend.event_processing.event_file_loader import (  # type: ignore[import-untyped]
         EventFileLoader,

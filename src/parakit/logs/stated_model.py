@@ -70,7 +70,7 @@ class ModelDifference:
 
 @dataclass(frozen=True)
 class StatedModel:
-    """The values of a model's flags, as far as a run states them."""
+    """The values of a model's flags that a run states. Other flags are unknown."""
 
     values: Mapping[str, Value]
     """Values by flag. A flag that is not stated has Megatron's default, or the value that Megatron derives.
@@ -84,7 +84,10 @@ class StatedModel:
     """Possible sizes of the vocabulary: one, or all that give the printed padded size; None if unknown."""
 
     def differences(self, other: StatedModel) -> list[ModelDifference]:
-        """Return the flags that differ between both models, in the order of the flag table; empty if none do."""
+        """Return the flags that differ between two models, in the order of the flag table; the vocabulary comes last.
+
+        The list is empty if no flag differs.
+        """
         if self == other:
             return []
         differences = []
@@ -105,7 +108,10 @@ class StatedModel:
         return f"{value:.12g}" if isinstance(value, float) else str(value)
 
     def _compare_vocabularies(self, other: StatedModel) -> list[ModelDifference]:
-        """Return the difference of the vocabularies; empty if a size is possible in both models."""
+        """Return the difference of the vocabularies as a list; empty if both models may have the same vocabulary.
+
+        It is also empty if both sizes are unknown.
+        """
         sizes, other_sizes = self.vocabulary, other.vocabulary
         if sizes is None and other_sizes is None:
             return []
@@ -119,7 +125,7 @@ class StatedModel:
 
 
 def find_recorded_model(record: RunRecord) -> StatedModel:
-    """Return the model that a run of this kit states, without the flags that its strategy adds."""
+    """Return the model that a run of this kit records. Flags that its strategy adds are left out."""
     # Torch FSDP2 unties the embeddings, which belongs to the strategy: its losses are compared instead.
     flags_of_strategy = values_by_flag(strategy_flags(record.spec.parallelism))
     argv = drop_flags(record.argv, flags_of_strategy)
@@ -177,7 +183,7 @@ def _make_model(
 
 
 def _unify_names(arguments: Mapping[str, str]) -> dict[str, str]:
-    """Return the arguments with one name for settings that can be printed under two names."""
+    """Return the arguments, with one common name for each setting that can be printed under two names."""
     unified = dict(arguments)
     heads = unified.get("num_attention_heads", "")
     if unified.get("use_rotary_position_embeddings") == "True":
@@ -196,7 +202,10 @@ def _unify_names(arguments: Mapping[str, str]) -> dict[str, str]:
 def _has_effect(
     flag: KnownFlag, arguments: Mapping[str, str], flags: Flags, *, is_stated: bool
 ) -> bool:
-    """Return True if a flag has an effect together with the other arguments of its list."""
+    """Return True if a flag can have an effect together with the other arguments of the list.
+
+    A stated flag also gives True if the switch that it depends on is missing, because the list may be shortened.
+    """
     if flag.name == "--num-query-groups":
         return True
     if flag.name == "--max-position-embeddings":
@@ -229,7 +238,7 @@ def _parse_number(value: object) -> Value:
 
 
 def _derive_values(values: dict[str, Value]) -> None:
-    """Set flags without value to what Megatron derives from others (`validate_args`), in place."""
+    """Fill in, in place, flags without a value that Megatron would derive from other flags (`validate_args`)."""
     hidden, heads = values["--hidden-size"], values["--num-attention-heads"]
     _set_if_none(values, "--num-query-groups", heads)
     if isinstance(hidden, float):
@@ -257,7 +266,11 @@ def _format_vocabulary_size(sizes: range | None) -> str:
 
 
 def _find_vocabulary_sizes(arguments: Mapping[str, str]) -> range | None:
-    """Return the size of the tokenizer, else all sizes that give the printed padded size; None if unknown."""
+    """Return the possible sizes of the vocabulary as a range; None if nothing is known.
+
+    The range has one or two sizes if the tokenizer's size is printed. Otherwise it has all sizes that are padded
+    to the printed size.
+    """
     size = arguments.get("vocab_size", "")
     if not size.isdecimal() and arguments.get("tokenizer_type") == "GPT2BPETokenizer":
         size = str(GPT2_VOCABULARY)

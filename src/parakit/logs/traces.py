@@ -58,7 +58,7 @@ class EventArguments(msgspec.Struct, frozen=True, gc=False):
 
 
 class TraceEvent(msgspec.Struct, frozen=True, gc=False):
-    """One event of a trace, with times in µs."""
+    """One event of a trace. Times are in microseconds."""
 
     ph: str = ""
     cat: str = ""
@@ -92,7 +92,7 @@ def read_trace_events(path: Path) -> list[TraceEvent]:
 
 
 class DeviceInterval(NamedTuple):
-    """Time in which a kernel, or an operator on the CPU, was running."""
+    """Time during which a kernel of a device ran, or an operator on the CPU."""
 
     name: str
     operators: tuple[str, ...]
@@ -102,7 +102,11 @@ class DeviceInterval(NamedTuple):
 
 
 def read_group_milliseconds(folder: Path, on_gpu: bool) -> tuple[Mapping[str, float], str]:
-    """Return the milliseconds per iteration of each group in a run folder's trace, or nothing and the reason."""
+    """Return the milliseconds per iteration of each group of kernels, from the profiler's trace in a run folder.
+
+    The second value is empty. If the trace cannot be used, the mapping is empty and the second value is the
+    reason. With `on_gpu`, a trace without events of the GPU cannot be used.
+    """
     try:
         events = read_trace_events(folder / TRACE)
         if on_gpu and not any(event.cat in _ON_DEVICE for event in events):
@@ -113,10 +117,11 @@ def read_group_milliseconds(folder: Path, on_gpu: bool) -> tuple[Mapping[str, fl
 
 
 def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
-    """Return the milliseconds per iteration of each group, gaps included; groups without time are left out.
+    """Return the milliseconds per iteration of each group of kernels; the gaps between kernels are a group too.
 
-    The time from the beginning of the first profiled step to the end of the last one counts. Kernels that run
-    concurrently on several streams count separately, so the groups may add up to more than the iteration.
+    Groups without time are left out. The time from the beginning of the first profiled step to the end of the
+    last step is counted. Kernels that run concurrently on several streams are counted separately, so the groups
+    may add up to more than an iteration.
 
     Raises:
         ValueError: The trace has no profiled step, or nothing ran in the steps.
@@ -144,7 +149,7 @@ def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
 
 
 def _count_busy_microseconds(intervals: Sequence[DeviceInterval], end: float) -> float:
-    """Return the µs up to `end` in which at least one interval was running."""
+    """Return how many microseconds up to `end` at least one interval was running."""
     busy = busy_until = 0.0
     for interval in sorted(intervals, key=lambda interval: interval.start_us):
         start = max(interval.start_us, busy_until)
@@ -157,9 +162,10 @@ def _count_busy_microseconds(intervals: Sequence[DeviceInterval], end: float) ->
 
 @cache
 def classify_kernel(name: str, operators: tuple[str, ...] = ()) -> str:
-    """Return the group of a kernel, by its name, then by the operators around its launch from the inside.
+    """Return the group of a kernel, found by the kernel's name and the operators around its launch.
 
-    The optimizer's operators count before the kernel's name. OTHER stands for kernels that fit no group.
+    Operators of the optimizer are decisive. Otherwise the kernel's name is tried first, and then the operators
+    from the innermost to the outermost. A kernel that fits no group gives OTHER.
     """
     all_names = "\n".join((name, *operators))
     searches = [(all_names, _BY_OPERATOR), (name, _BY_KERNEL)]
@@ -172,7 +178,10 @@ def classify_kernel(name: str, operators: tuple[str, ...] = ()) -> str:
 
 
 def _find_device_intervals(events: Sequence[TraceEvent]) -> list[DeviceInterval]:
-    """Return the kernels of a device; without any, the operators of the CPU without their inner ones."""
+    """Return the intervals in which kernels ran on a device.
+
+    If there are no kernels, the operators of the CPU are returned, each without the time of its inner operators.
+    """
     events_by_thread: dict[object, list[TraceEvent]] = defaultdict(list)
     for event in events:
         if event.cat in _ON_HOST and not event.name.startswith(_STEP):
@@ -200,9 +209,9 @@ def _walk_thread(
     operators_by_launch: dict[int, tuple[str, ...]],
     host_intervals: list[DeviceInterval],
 ) -> None:
-    """Add the launches and the operators of one thread to both collections, in place.
+    """Add the launches and operators of one thread to `operators_by_launch` and `host_intervals`, in place.
 
-    `events` are in the order of their beginnings, outer events before inner ones.
+    `events` must be in the order of their beginnings, with outer events before inner ones.
     """
     open_events: list[tuple[TraceEvent, list[float]]] = []
     """Events that have not ended, outermost first, with the durations of the operators in them."""

@@ -73,7 +73,7 @@ class TrainingLog(PresentedTable):
         } | {name: msgspec.to_builtins(getattr(self.log, name)) for name in _FIELDS_AS_STORED}
 
     def to_rows(self) -> Sequence[Mapping[str, Any]]:
-        """Return one row per iteration with the numbers of its line, and None instead of NaN or infinity."""
+        """Return one row per iteration with the numbers of its line. NaN and infinity become None."""
         return [
             {
                 name: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,7 +19,7 @@ MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True)
 class Window:
-    """The samples of a run's iteration time that count, and the reasons why other lines do not."""
+    """Iteration times of a run that are used as samples, and the reasons why other lines are not used."""
 
     samples_ms: tuple[float, ...] = ()
     iterations: tuple[int, ...] = ()
@@ -57,11 +57,12 @@ class _LineSelection:
 
 
 def select_window(log: ScrapedLog) -> Window:
-    """Return the samples of a log that measure a complete iteration after the warm-up.
+    """Return the iteration times of a log that measure complete iterations after the warm-up.
 
-    Left out are the first line after a start, the averaged second one, the line after an evaluation or a
-    checkpoint, skipped steps, lines of another batch size, and then the warm-up that the data shows. Lines
-    after a pause are kept if they are more than half of all lines, because pauses are then normal.
+    These lines are left out: lines without a time, the first line after a start, an averaged second line, lines
+    after an evaluation or a checkpoint, skipped steps, lines of another batch size, and finally the warm-up that
+    the data shows. Lines after a pause are used if more than half of all lines are such lines, because pauses are
+    then normal.
     """
     lines = log.iterations
     selection = _LineSelection(np.ones(len(lines), np.bool_), reasons=[])
@@ -92,11 +93,11 @@ def select_window(log: ScrapedLog) -> Window:
 
 
 def count_warm_up_samples(samples: Sequence[float] | NDArray[np.float64]) -> int:
-    """Return the number of leading samples that belong to the warm-up, at most half of all.
+    """Return the number of leading samples that belong to the warm-up, at most half of all samples.
 
-    The method is MSER (White 1997): the cut after which the mean of the remaining samples has the smallest
-    standard error. The cut is taken only if the median of the samples before it clearly differs from the
-    settled median, so that noise alone drops nothing. Fewer than MIN_FOR_WARM_UP samples give 0.
+    The method is MSER (White 1997): it finds the cut after which the mean of the remaining samples has the
+    smallest standard error. The result is 0 unless the median of the samples before the cut clearly differs from
+    the settled median, so that noise alone removes nothing. Fewer than MIN_FOR_WARM_UP samples also give 0.
     """
     count = len(samples)
     if count < MIN_FOR_WARM_UP:
@@ -124,10 +125,10 @@ def robust_spread(values: NDArray[np.float64]) -> float:
 
 
 def _find_usual_batch_size(lines: IterationTable, is_selected: NDArray[np.bool_]) -> int | None:
-    """Return the global batch size of most selected lines; None if no line states one.
+    """Return the global batch size of most selected lines; None if no line states a batch size.
 
-    Of two sizes with the same number of lines the one that comes last in the log is returned. While the
-    batch ramps up, times of different batch sizes are not comparable.
+    If two sizes have equally many lines, the size that comes last in the log is returned. The batch may grow
+    during a run, and times of different batch sizes are not comparable.
     """
     sizes = lines.values("global_batch_size")
     has_size = sizes > 0

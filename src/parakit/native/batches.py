@@ -43,7 +43,7 @@ class SplitSamples:
         Args:
             prefix: Path of the data set without suffix.
             split: Weights of the parts, such as `949,50,1`.
-            samples: Number of samples that the run requests; the order depends on it.
+            samples: Number of samples that the run requests. The order of the samples depends on this number.
             seq_length: Tokens per sample.
             seed: Seed of both shuffles.
             part: The part that is read.
@@ -82,7 +82,7 @@ class SplitSamples:
         self._sample_order = order
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:
-        """Return sample `number` in the order of consumption, [seq_length + 1] token ids."""
+        """Return the token ids of sample `number` in the order of consumption, [seq_length + 1]."""
         begin = int(self._sample_order[number]) * self._seq_length
         end = begin + self._seq_length + 1
         pieces = []
@@ -99,7 +99,7 @@ class SplitSamples:
     def batch(self, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return tokens and labels of the samples `first` to `first + size - 1`, each [size, seq_length].
 
-        The labels are the tokens shifted by one position.
+        The label of a position is the next token.
         """
         samples = np.stack([self[number] for number in range(first, first + size)])
         rows = torch.from_numpy(samples)
@@ -111,13 +111,14 @@ def micro_batches(
 ) -> list[MicroBatch]:
     """Return this rank's micro batches of one global batch, on its device.
 
-    The data-parallel ranks take micro batches in turn: rank 0 the first, rank 1 the second and so on.
+    The data-parallel ranks take the micro batches of the global batch in turn: rank 0 takes the first, rank 1
+    the second, and so on.
 
     Args:
         settings: The run's batch sizes.
         ranks: This rank's position.
         samples: Samples in the order of consumption.
-        first: Number of the global batch's first sample.
+        first: Number of the first sample of the global batch.
     """
     size = settings.micro_batch_size
     begin = first + ranks.data_rank * size
@@ -136,9 +137,9 @@ def _order_documents(
     is_last_separate: bool,
     random: np.random.RandomState,
 ) -> NDArray[np.int32]:
-    """Return the indices of the documents of all epochs, shuffled over all of these epochs at once.
+    """Return the indices of the documents of all epochs, shuffled over all these epochs together.
 
-    If `is_last_separate`, the last epoch is shuffled by itself and comes at the end.
+    If `is_last_separate` is True, the last epoch is shuffled separately and comes at the end.
     """
     if is_last_separate:
         first_epochs = _order_documents(

@@ -53,7 +53,7 @@ from parakit.native.weights import find_checkpoint_key, megatron_name
 
 @dataclass(frozen=True)
 class MegatronParameter:
-    """Parameter of Megatron's model, and the parameters of this model that it consists of."""
+    """A parameter of Megatron's model, and the parameters of the other model from which it is made."""
 
     name: str
     """Megatron's name, with layers counted from 0."""
@@ -70,7 +70,7 @@ class MegatronParameter:
 
 @dataclass(frozen=True)
 class Counterpart:
-    """Second implementation of Megatron's model, with the relation between both."""
+    """A second implementation of Megatron's model, with the relation of its parameters and modules to Megatron's."""
 
     model: nn.Module
     parameters: tuple[MegatronParameter, ...]
@@ -80,7 +80,7 @@ class Counterpart:
 
 
 def build_native_counterpart(model: GPT) -> Counterpart:
-    """Return the counterpart for this backend's own model."""
+    """Return the counterpart of Megatron's model that the native backend's model is."""
     expert_layers = find_expert_layers(model)
     stack_sizes = [len(model.blocks)]
     if expert_layers:
@@ -130,7 +130,7 @@ class CapturingEngine:
         """Sum of the update magnitudes of the iterations before the captured one, per parameter."""
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Run the engine's passes and return its losses; write all tensors in the captured iteration."""
+        """Run the engine's passes and return its losses. In the captured iteration, write all tensors as well."""
         self._iteration += 1
         if self._iteration != self._captured_iteration:
             return self._engine.forward_backward(batches)
@@ -148,7 +148,11 @@ class CapturingEngine:
         return self._run_passes(recording)
 
     def update(self, learning_rate: float) -> Update:
-        """Run the engine's update; in the captured iteration write its tensors, and then repeat both."""
+        """Run the engine's update.
+
+        In the captured iteration, write the tensors of the update, and then repeat passes and update to measure
+        rounding.
+        """
         writer, state_before = self._writer, self._state_before
         if writer is None or state_before is None:
             weights_before = self._copy_weights()
@@ -171,9 +175,9 @@ class CapturingEngine:
     def _measure_rounding(
         self, state_before: TrainingState, writer: CaptureWriter, learning_rate: float
     ) -> None:
-        """Repeat the captured iteration with perturbed weights, and write how far each tensor moves.
+        """Repeat the captured iteration with perturbed weights, and write the relative change of each tensor.
 
-        The model and the optimizer end in the state that they are in now.
+        At the end, the model and the optimizer are in the same state as before this call.
         """
         state_after = TrainingState(self._model.parameters(), self._engine.optimizer)
         probe = RoundingProbe(StoredTensors(self._folder, writer.records))
@@ -202,7 +206,7 @@ class CapturingEngine:
         )
 
     def _run_passes(self, sink: Sink) -> Tensor:
-        """Run forward and backward passes, and give activations and gradients to the sink."""
+        """Run forward and backward passes, and pass activations and gradients to the sink."""
         with self._counterpart.taps(sink, self._batches):
             losses = self._engine.forward_backward(self._batches)
         # On one rank the gradients before and after the reduction over ranks are equal.
@@ -212,7 +216,7 @@ class CapturingEngine:
         return losses
 
     def _run_update(self, sink: Sink, learning_rate: float) -> Update:
-        """Run the update, and give gradient norm, optimizer states and weights to the sink."""
+        """Run the update, and pass the gradient norm, the optimizer states and the weights to the sink."""
         weights_before = self._copy_weights()
         update = self._engine.update(learning_rate)
         norm = fp64_scalar(update.gradient_norm or 0.0)
@@ -230,7 +234,7 @@ class CapturingEngine:
         return update
 
     def _write_optimizer_state(self, sink: Sink, parameter: MegatronParameter) -> None:
-        """Give the optimizer's states of one of Megatron's parameters to the sink."""
+        """Pass the optimizer states of one of Megatron's parameters to the sink."""
         states = self._engine.optimizer.state
 
         def get_state(native_parameter: nn.Parameter, slot: str) -> Tensor:
@@ -248,7 +252,10 @@ class CapturingEngine:
                 sink.write_piece(CaptureStage.OPTIMIZER_STATE, slot, piece)
 
     def _add_update_magnitudes(self, weights_before: dict[nn.Parameter, Tensor]) -> None:
-        """Add the magnitude of the last update; parameters without Adam's squared average are left out."""
+        """Add the magnitude of the last update to the sums per parameter.
+
+        Parameters without Adam's average of the squared gradient are left out.
+        """
         states = self._engine.optimizer.state
 
         def get_change(parameter: nn.Parameter) -> Tensor:
@@ -268,7 +275,9 @@ class CapturingEngine:
                 magnitudes.add_(update_magnitude(change, squares))
 
     def _write_schedule(self, sink: Sink) -> None:
-        """Give the schedule's samples, and each parameter's learning rate and weight decay, to the sink."""
+        """Pass the schedule to the sink: the number of trained samples, and each parameter's learning rate and
+        weight decay.
+        """
         samples = torch.tensor([(self._iteration - 1) * self._settings.global_batch_size])
         sink.write(TensorKey(CaptureStage.OPTIMIZER_STATE, "schedule", "steps"), samples)
         group_by_id = {

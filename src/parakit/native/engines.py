@@ -40,7 +40,7 @@ _DEEPSPEED_BUCKET_ELEMENTS = 500_000_000
 
 @dataclass(frozen=True)
 class Update:
-    """Values of an optimizer step that the log prints."""
+    """The values of an optimizer step that the log prints."""
 
     gradient_norm: float | None = None
     """Norm before clipping; None if the engine does not compute it."""
@@ -70,9 +70,9 @@ class Engine(Protocol):
 
 
 def install_recorder() -> Recorder:
-    """Return the recorder that the environment asks for, after it has begun to count.
+    """Make the recorder that the environment requests, let it begin to count, and return it.
 
-    Without a request in the environment, the recorder does nothing.
+    If the environment requests none, the recorder does nothing.
     """
     recorder = Recorder.create_from_environment()
     recorder.install()
@@ -83,7 +83,7 @@ class TorchEngine:
     """Engine with DDP, FSDP2, tensor or expert parallelism and PyTorch's AdamW or Muon."""
 
     def __init__(self, model: nn.Module, settings: Settings, ranks: RankLayout) -> None:
-        """Parallelise the model, which must have its weights, and build the optimizer."""
+        """Parallelise the model, which must already have its weights, and build the optimizer."""
         self._settings, self._recorder = settings, install_recorder()
         self._is_tensor_parallel = ranks.tensor_size > 1
         self._half_precision = half_precision_dtype(settings)
@@ -109,10 +109,11 @@ class TorchEngine:
         )
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Accumulate the gradients of all micro batches, and return the mean losses over them, [1] or [3].
+        """Accumulate the gradients of all micro batches, and return the losses, averaged over the micro batches.
 
+        The result has the shape [1], or [3] with experts: then the load balancing loss and the z loss follow.
         DDP averages the gradients over ranks during the last micro batch. Gradients of experts are averaged
-        afterwards. The engine `bare` averages nothing.
+        afterwards. The engine `bare` averages no gradients.
         """
         self._recorder.begin_iteration([self._model], self.optimizer)
         total = torch.zeros(3 if self._expert_layers else 1, device=batches[0][0].device)
@@ -134,7 +135,7 @@ class TorchEngine:
     def update(self, learning_rate: float) -> Update:
         """Clip the gradients, run the optimizer's step, and clear the gradients.
 
-        The engine `bare` only clears the gradients.
+        The engine `bare` clears the gradients and changes no weight.
         """
         if self._settings.engine == "bare":
             self.optimizer.zero_grad(set_to_none=False)
@@ -154,7 +155,9 @@ class TorchEngine:
         return Update(norm, scale, skipped=self._scaler.get_scale() < scale)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Return logits [batch, sequence, full vocabulary]; a split vocabulary is gathered."""
+        """Return logits [batch, sequence, full vocabulary]. If tensor parallelism splits the vocabulary, the
+        parts are gathered.
+        """
         self._model.eval()
         with torch.no_grad(), self._autocast():
             logits = self._model(tokens)
@@ -163,7 +166,9 @@ class TorchEngine:
         return full_logits
 
     def _collect_losses(self, loss: Tensor) -> Tensor:
-        """Return the loss, [1]; with experts also the layers' mean load balancing and z loss, [3]."""
+        """Return the loss, [1]. With experts, the load balancing loss and the z loss follow, each averaged over
+        layers, [3].
+        """
         # Under tensor parallelism the loss is a DTensor with the same value on all ranks.
         full_loss = loss.full_tensor() if isinstance(loss, DTensor) else loss
         losses = [full_loss.reshape(1)]
@@ -193,10 +198,10 @@ def count_parameters(model: nn.Module) -> int:
 
 
 class DeepSpeedEngine:
-    """Engine in which DeepSpeed accumulates, communicates, clips and updates, by its ZeRO stage."""
+    """Engine in which DeepSpeed accumulates, communicates and clips gradients and updates weights, by its ZeRO stage."""
 
     def __init__(self, model: GPT, settings: Settings, ranks: RankLayout) -> None:
-        """Let DeepSpeed wrap the model, which must have its weights, and an AdamW."""
+        """Let DeepSpeed wrap an AdamW and the model, which must already have its weights."""
         self._recorder = install_recorder()
         # In stage 0 and fp32, DeepSpeed clips by torch's fp32 norm, which is inexact for a large embedding
         # (see megatron_patches/cpu/gradient_norm.py). There this engine clips itself, before the update.
@@ -218,9 +223,10 @@ class DeepSpeedEngine:
         )[0]
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Accumulate the gradients of all micro batches, and return the mean loss over them, [1].
+        """Accumulate the gradients of all micro batches, and return the loss, averaged over the micro batches, [1].
 
-        The loss is not divided by the number of micro batches, because DeepSpeed divides the gradients.
+        Before backward, the loss is not divided by the number of micro batches, because DeepSpeed divides the
+        gradients.
         """
         self._recorder.begin_iteration([self._engine.module], self._engine.optimizer)
         total = torch.zeros(1, device=batches[0][0].device)
@@ -237,7 +243,7 @@ class DeepSpeedEngine:
         return total
 
     def update(self, learning_rate: float) -> Update:
-        """Make DeepSpeed's step for the last micro batch, which updates the weights."""
+        """Call DeepSpeed's `step` for the last micro batch, which updates the weights."""
         with self._recorder.span("optimizer"):
             for group in self._engine.optimizer.param_groups:
                 group["lr"] = learning_rate
@@ -271,7 +277,7 @@ def _deepspeed_configuration(
         settings: The run's settings.
         micro_batches: Micro batches per rank and iteration.
         num_parameters: Parameters of the model; no bucket is made larger than the model.
-        own_clipping: True if the engine clips gradients, so that DeepSpeed must not.
+        own_clipping: True if the engine clips gradients itself. DeepSpeed then does not clip them.
     """
     bucket = min(_DEEPSPEED_BUCKET_ELEMENTS, num_parameters)
     return {

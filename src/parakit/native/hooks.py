@@ -35,7 +35,7 @@ def sequence_first(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ModuleSlots:
-    """Slots of one kind of Megatron's modules: names of its inputs and of its output in captures."""
+    """The slots of one kind of Megatron's modules: the names that its inputs and its output have in captures."""
 
     takes: tuple[str, ...] = ()
     """Slot of each positional argument, without `input.`; `*` is the argument's name in this backend.
@@ -117,10 +117,11 @@ class Taps:
             handle.remove()
 
     def _attach_hooks(self, name: str, module: nn.Module) -> None:
-        """Attach the hooks that pass a module's inputs and outputs to the sink, which may replace them.
+        """Attach the hooks that pass a module's inputs and outputs to the sink. The sink may replace them.
 
-        Position embeddings and the router of a mixture of experts get a hook of their own. A module for which
-        Megatron has no equal tensors gets no other hook. `name` is the module's name in this backend.
+        Position embeddings and the router of a mixture of experts get an additional hook. A module whose
+        tensors have no equal in Megatron gets no hook for its inputs and outputs. `name` is the module's name
+        in this backend.
         """
         if name == "position_embeddings":
             self._handles.append(module.register_forward_hook(self._pass_position_embeddings))
@@ -153,7 +154,7 @@ class Taps:
             self._handles.append(module.register_forward_hook(tap_output))
 
     def place(self, name: str, module: nn.Module) -> tuple[str, ModuleSlots] | None:
-        """Return Megatron's name and slots of a module; None if Megatron has no equal tensors."""
+        """Return the name and the slots of a module in Megatron. None means that Megatron has no equal tensors."""
         full_name = megatron_name(name)
         slots = find_module_slots(full_name)
         if slots is None:
@@ -176,7 +177,7 @@ class Taps:
     def _tap(
         self, tensor: Tensor, names: Sequence[str], form: Form, value: Tensor | None = None
     ) -> Tensor:
-        """Call `parakit.capturing.tap` for a tensor with these `module slot` names."""
+        """Pass a tensor to the sink by `parakit.capturing.tap`, under each name in `names` ('module slot')."""
         tensor_keys = [
             (
                 self._tensor_key(CaptureStage.OUTPUTS, name),
@@ -192,7 +193,7 @@ class Taps:
         return TensorKey(stage, module, slot, self._micro_batch)
 
     def _begin_micro_batch(self, _: nn.Module, args: tuple[Tensor]) -> None:
-        """Count the micro batch, and pass the inputs of Megatron's model to the sink."""
+        """Count the micro batch, and pass the inputs that Megatron's model would get to the sink."""
         self._micro_batch += 1
         self.sink.begin_micro_batch()
         tokens, labels = args[0], self.batches[self._micro_batch][1]
@@ -202,7 +203,9 @@ class Taps:
             self.sink.forward(self._tensor_key(CaptureStage.INPUTS, f"model input.{slot}"), values)
 
     def _write_losses(self, _: nn.Module, __: object, logits: Tensor) -> None:
-        """Pass the losses of the micro batch to the sink: per token, their sum and the number of tokens."""
+        """Pass the losses of the micro batch to the sink: the loss per token, the sum of these, and the number
+        of tokens.
+        """
         labels = self.batches[self._micro_batch][1]
         losses = cross_entropy(logits.detach().flatten(0, 1), labels.flatten(), reduction="none")
         values = {
@@ -254,9 +257,9 @@ class Taps:
 
 
 def _name_inputs(full_name: str, slots: ModuleSlots, module: nn.Module) -> list[list[str]]:
-    """Return Megatron's `module slot` names of each captured argument of a module.
+    """Return the names that each captured argument of a module has in Megatron, as 'module slot'.
 
-    An argument has several names if Megatron has further modules here that this backend does not have.
+    An argument has several names if Megatron has further modules at this point that this backend does not have.
     """
     argument_names = inspect.signature(module.forward).parameters
     names_by_argument = [

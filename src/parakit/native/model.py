@@ -29,7 +29,7 @@ experts of this rank. It returns the experts' outputs, [rows, hidden], in the or
 
 
 class CoreAttention(nn.Module):
-    """Causal scaled dot-product attention; a separate module, so that hooks see its arguments."""
+    """Causal scaled dot-product attention. It is a separate module so that hooks see its arguments."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class CoreAttention(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with Megatron's layout of the `qkv` matrix.
 
-    The rows of `qkv` are ordered by head: query, key and value of head 0, then those of head 1 and so on. So
-    tensor parallelism can split the rows between heads.
+    The rows of `qkv` are ordered by head: query, key and value of head 0, then query, key and value of head 1,
+    and so on. So tensor parallelism can split the rows between heads.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -115,7 +115,7 @@ class MixtureOfExperts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs; argument and result are [batch, sequence, hidden].
 
-        The two auxiliary losses are kept in `losses`.
+        Side effect: the two auxiliary losses of this call are stored in `losses`.
         """
         tokens = x.flatten(0, 1)
         logits = self.router(tokens).float()
@@ -138,7 +138,8 @@ class MixtureOfExperts(nn.Module):
         return balance_coefficient * balance + z_coefficient * z
 
     def _keep_losses(self, logits: Tensor, experts: Tensor) -> Tensor:
-        """Store both losses in `losses`, record the routing, and return the tokens per expert.
+        """Store load balancing loss and z loss in `losses`, record the routing, and return the number of tokens
+        per expert.
 
         Args:
             logits: The router's logits, [tokens, experts].
@@ -220,10 +221,10 @@ class GPT(nn.Module):
         return logits
 
     def keep_stage(self, stage: int, stages: int) -> None:
-        """Remove all modules that do not belong to stage `stage` of `stages`, which have equal layers.
+        """Remove all modules that do not belong to stage number `stage` (from 0) of `stages` stages.
 
-        The first stage keeps the embeddings, the last stage the final norm and the output layer. So both
-        ends keep a tied matrix.
+        All stages have the same number of layers. The first stage also keeps the embeddings, and the last stage
+        the final norm and the output layer. So both of these stages keep a tied matrix.
         """
         layers = len(self.blocks) // stages
         self.blocks = self.blocks[stage * layers : (stage + 1) * layers]
@@ -265,8 +266,9 @@ def rotate(x: Tensor, base: int) -> Tensor:
 def balance_loss(probabilities: Tensor, counts: Tensor) -> Tensor:
     """Return the load balancing loss E·Σ fᵢ·Pᵢ over the E experts i.
 
-    fᵢ is expert i's fraction of the routed tokens, and Pᵢ is its mean probability. The loss is 1 if all experts
-    get equally many tokens. It is E/k if all tokens choose the same k experts with certainty.
+    fᵢ is the fraction of the routed tokens that expert i gets, and Pᵢ is the mean probability of expert i. The
+    loss is 1 if all experts get equally many tokens. It is E/k if all tokens choose the same k experts with
+    certainty.
 
     Args:
         probabilities: Softmax over all experts, [tokens, experts].
@@ -285,8 +287,8 @@ def z_loss(logits: Tensor) -> Tensor:
 def run_local_experts(rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]) -> Tensor:
     """Run each expert on its rows, and return all outputs, [rows, hidden], in the order of the rows.
 
-    This is the `Dispatch` without expert parallelism. An expert without rows runs on an empty tensor, so its
-    gradients are zero and not None.
+    This function is the `Dispatch` without expert parallelism. An expert without rows runs on an empty tensor,
+    so its gradients are zero and not None.
 
     Args:
         rows: Inputs sorted by expert, [rows, hidden].
@@ -301,9 +303,9 @@ def run_local_experts(rows: Tensor, counts: Tensor, experts: Sequence[nn.Module]
 
 
 def choose_activation(settings: Settings) -> Callable[[Tensor], Tensor]:
-    """Return the activation between the two matrices of an MLP.
+    """Return the activation function between the two matrices of an MLP.
 
-    GELU is the tanh approximation, as in Megatron's fused kernel, or exact with `--no-bias-gelu-fusion`.
+    GELU is the tanh approximation, as in Megatron's fused kernel. With `--no-bias-gelu-fusion` it is exact.
     """
     if settings.activation == "silu":
         return silu
@@ -337,8 +339,9 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 def initialise(model: GPT, settings: Settings) -> None:
     """Set random weights as Megatron does, for a run without a checkpoint of initial weights.
 
-    Matrices get N(0, std); the matrices that write into the residual stream get std/√(2·layers). Biases
-    become 0, and the weights of norms 1. The function sets torch's seed.
+    Matrices are drawn from N(0, std²), where std is `--init-method-std`. For matrices that write into the
+    residual stream, std is divided by √(2·layers). Biases become 0, and the weights of norms become 1. The
+    function sets torch's seed.
     """
     torch.manual_seed(settings.seed)
     residual_std = settings.init_method_std / (2 * settings.num_layers) ** 0.5

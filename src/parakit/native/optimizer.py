@@ -30,10 +30,10 @@ RATE_FRACTION = "rate"
 
 
 def build_adamw(parameters: Iterable[nn.Parameter], settings: Settings) -> torch.optim.AdamW:
-    """Return an AdamW with two parameter groups: matrices with weight decay, and all others without.
+    """Return an AdamW with two parameter groups: matrices with weight decay, and other parameters without.
 
-    As in Megatron, biases and the weights of norms, which have fewer than two dimensions, do not decay. The
-    learning rate is 0 until the engine sets it.
+    As in Megatron, parameters with fewer than two dimensions, which are biases and the weights of norms, do not
+    decay. The learning rate is 0 until the engine sets it.
     """
     all_parameters = list(parameters)
     matrices = [parameter for parameter in all_parameters if parameter.dim() >= 2]
@@ -46,10 +46,10 @@ def build_adamw(parameters: Iterable[nn.Parameter], settings: Settings) -> torch
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
-    """Scale all gradients in place so that their norm is at most `limit`; return the norm before.
+    """Scale all gradients in place so that their norm is at most `limit`. Return the norm before scaling.
 
-    As in Megatron, a limit of 0 does not scale. All ranks must call this function, because the norm is summed
-    over the ranks.
+    As in Megatron, a limit of 0 means that nothing is scaled. All ranks must call this function, because the
+    norm is summed over the ranks.
     """
     with_gradient = [parameter for parameter in parameters if parameter.grad is not None]
     norm = gradient_norm(with_gradient)
@@ -63,7 +63,8 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> float:
 def gradient_norm(parameters: Iterable[nn.Parameter]) -> float:
     """Return the Euclidean norm of the gradients of the whole model, summed in fp64.
 
-    Each part of a gradient counts once, even if several ranks hold it. All parameters must have a gradient.
+    Each part of a gradient counts once, even if several ranks hold copies of the part. All parameters must have
+    a gradient, and all ranks must call this function.
     """
     replicated_squares = 0.0
     distributed_squares: Tensor | None = None
@@ -93,7 +94,8 @@ def _get_local_gradient(parameter: nn.Parameter) -> Tensor:
 def _count_copies(parameter: nn.Parameter) -> int:
     """Return how many ranks hold the same part of a distributed parameter.
 
-    0 means that the parameter is not distributed: every rank holds all of it. The gradient must exist.
+    0 means that the parameter is not distributed, so every rank holds the full parameter. The parameter must
+    have a gradient.
     """
     gradient = parameter.grad
     if not isinstance(gradient, DTensor):
@@ -110,7 +112,7 @@ def _count_copies(parameter: nn.Parameter) -> int:
 
 
 class MuonAdamW(torch.optim.Optimizer):
-    """Optimizer that runs a Muon and an AdamW, with the parameter groups and the state of both."""
+    """Optimizer that runs a Muon and an AdamW. It has the parameter groups and the state of both."""
 
     def __init__(self, muon: torch.optim.Optimizer, adamw: torch.optim.Optimizer) -> None:
         super().__init__([*muon.param_groups, *adamw.param_groups], {})
@@ -130,9 +132,9 @@ class MuonAdamW(torch.optim.Optimizer):
 def muon_adamw(model: nn.Module, settings: Settings) -> MuonAdamW:
     """Return the optimizer of `--optimizer muon` for a model.
 
-    Under `--muon-rule pytorch`, Muon updates the matrices of `muon_parameters` with the rate `--lr` and without
-    weight decay. AdamW updates all other parameters with `--decoupled-lr` and `--weight-decay`. Under
-    `--muon-rule megatron`, `_build_megatron_muon` chooses.
+    Under `--muon-rule pytorch`, Muon updates the matrices that `muon_parameters` returns, with the learning
+    rate `--lr` and without weight decay. AdamW updates all other parameters with `--decoupled-lr` and
+    `--weight-decay`. Under `--muon-rule megatron`, the result is that of `_build_megatron_muon`.
 
     Exit with one sentence if this PyTorch has no Muon.
     """
@@ -162,8 +164,8 @@ def muon_adamw(model: nn.Module, settings: Settings) -> MuonAdamW:
 def _build_megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
     """Return the optimizer that Megatron 0.19 builds (`megatron.core.optimizer.emerging_optimizers`).
 
-    Muon updates all matrices but the word embeddings and the output layer, with weight decay; position
-    embeddings are among them. AdamW updates all other parameters. It uses `--decoupled-lr` for the word
+    Muon updates all matrices except the word embeddings and the output layer, with weight decay. So position
+    embeddings are updated by Muon. AdamW updates all other parameters. It uses `--decoupled-lr` for the word
     embeddings and the output layer, and Muon's learning rate for norms and biases.
     """
     from emerging_optimizers.orthogonalized_optimizers import Muon  # type: ignore[import-untyped]
@@ -198,7 +200,7 @@ def _build_megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
 
 
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Return all matrices but embeddings and the output layer; the matrices of routers are included."""
+    """Return all matrices except embeddings and the output layer. The matrices of routers are included."""
     excluded_ids = {
         id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
     }
@@ -215,8 +217,8 @@ def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
 def learning_rate(settings: Settings, updates: int) -> float:
     """Return the learning rate after `updates` updates: linear warm-up, then decay to `--min-lr`.
 
-    As in Megatron, progress is counted in samples, and the first update uses the rate of 0 updates, which is
-    0 with a warm-up.
+    As in Megatron, the progress is counted in samples. The first update uses the learning rate for `updates` =
+    0, which is 0 if there is a warm-up.
     """
     decay_samples = settings.lr_decay_iters * settings.global_batch_size
     warmup_samples = settings.lr_warmup_fraction * decay_samples

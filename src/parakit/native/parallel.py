@@ -73,9 +73,10 @@ class RankLayout:
         return self.rank == self.world_size - 1
 
     def average(self, losses: Tensor) -> Tensor:
-        """Return the losses averaged over all ranks; `losses` is changed in place.
+        """Return the losses averaged over all ranks. `losses` is changed in place.
 
-        A pipeline's losses are returned unchanged. They are valid on the rank that writes the log.
+        Under pipeline parallelism the losses are returned unchanged. They are valid only on the rank that
+        writes the log.
         """
         if self.pipeline_size > 1:
             return losses
@@ -139,7 +140,7 @@ def _refuse_pipeline(settings: Settings, world_size: int) -> None:
 
 
 def parallelise(model: nn.Module, settings: Settings, ranks: RankLayout) -> nn.Module:
-    """Return the model with tensor parallelism, FSDP2 or DDP; the model must have its weights already.
+    """Apply tensor parallelism, FSDP2 or DDP to a model that already has its weights, and return the result.
 
     On one rank, and for the engine `bare`, the model is returned unchanged.
     """
@@ -175,7 +176,8 @@ def half_precision_dtype(settings: Settings) -> torch.dtype | None:
 def _shard_fully(model: GPT, settings: Settings, mesh: DeviceMesh) -> GPT:
     """Shard a model in place with FSDP2, layer by layer, and return it.
 
-    Embeddings and output layer form the root's own unit, because a tied matrix is used at both ends.
+    Embeddings, final norm and output layer form one unit of FSDP together, because a tied matrix is used at
+    both ends of the model.
     """
     half_precision = half_precision_dtype(settings)
     policy = MixedPrecisionPolicy(
@@ -191,7 +193,7 @@ def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:
     """Apply tensor parallelism in place, as Megatron does, and return the model.
 
     A layer has two all-reduces in the forward pass and two in the backward pass. The vocabulary is split as
-    well: the logits stay a DTensor that is split by vocabulary, for `loss_parallel`.
+    well. The logits are a DTensor that is split by vocabulary, as `loss_parallel` needs it.
     """
     layer_plan = {
         "attention.qkv": ColwiseParallel(),
@@ -216,8 +218,8 @@ def split_tensors(model: GPT, mesh: DeviceMesh) -> GPT:
 def start_ranks(settings: Settings) -> RankLayout:
     """Join the process group, NCCL on GPUs and gloo on CPUs, and return this rank's position.
 
-    torchrun's environment variables are read. Exit with one sentence if the run's combination of settings is
-    not implemented.
+    The environment variables of torchrun are read. Exit with one sentence if the run's combination of settings
+    is not implemented.
     """
     on_gpu = os.environ.get(variables.DEVICE) == "gpu"
     local_rank = int(os.environ["LOCAL_RANK"])
@@ -243,7 +245,7 @@ def start_ranks(settings: Settings) -> RankLayout:
 
 
 def end_ranks(settings: Settings) -> None:
-    """Destroy the process group; under DeepSpeed this includes the groups that DeepSpeed made."""
+    """Destroy all process groups, under DeepSpeed also those that DeepSpeed made."""
     if settings.engine == "deepspeed":
         import deepspeed
 
@@ -278,10 +280,11 @@ def make_expert_groups(size: int) -> ExpertGroups:
 
 
 def keep_local_experts(model: nn.Module, groups: ExpertGroups) -> list[nn.Parameter]:
-    """Remove the experts of other ranks from all layers; return the parameters of this rank's experts.
+    """Remove the experts of other ranks from all layers, and return the parameters of this rank's experts.
 
-    The layers then send rows to the ranks that hold the experts. The returned parameters get the attribute
-    COPIES_ATTRIBUTE, and only their replicas may average their gradients (`average_experts`).
+    From then on, the layers send rows to the ranks that hold the experts. The returned parameters get the
+    attribute COPIES_ATTRIBUTE, the number of ranks that hold copies. Only these ranks may average their
+    gradients (`average_experts`).
     """
     expert_parameters: list[nn.Parameter] = []
     for layer in model.modules():
@@ -319,8 +322,8 @@ def _run_remote_experts(
 ) -> Tensor:
     """Send each row to the rank that holds its expert, run the experts, and send the results back.
 
-    `counts` has the rows per expert of all ranks, and `experts` are the experts of this rank. Once `group` is
-    bound by `partial`, the function can be used as a `Dispatch`.
+    `counts` has the number of this rank's rows for each expert of all ranks, and `experts` are the experts of
+    this rank. With `group` bound by `functools.partial`, the function is a `Dispatch`.
     """
     num_local_experts = len(experts)
     # Rows per rank and expert of that rank, [ranks, local experts].
@@ -363,7 +366,7 @@ def _exchange_rows(
 ) -> Tensor:
     """Send rows to all ranks of a group, and return the received rows in the order of the ranks.
 
-    `receive_sizes` and `send_sizes` are the numbers of rows per rank.
+    `receive_sizes` and `send_sizes` are the numbers of rows from and to each rank.
     """
     received = rows.new_empty((sum(receive_sizes), *rows.shape[1:]))
     dist.all_to_all_single(received, rows.contiguous(), receive_sizes, send_sizes, group=group)

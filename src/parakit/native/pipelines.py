@@ -47,8 +47,9 @@ class StageModules(nn.ModuleList):
 def cut_into_stages(model: GPT, settings: Settings, ranks: RankLayout) -> StageModules:
     """Return this rank's stages of a full model, from the first to the last.
 
-    `model` becomes one of the stages and must not be used any more. The parameters get COPIES_ATTRIBUTE, so
-    that the gradient norm counts each parameter once.
+    `model` becomes one of the stages and must not be used any more. The parameters get the attribute
+    COPIES_ATTRIBUTE, the number of ranks that hold copies, so that the gradient norm counts each parameter
+    once.
     """
     stages_per_rank = settings.num_virtual_stages_per_pipeline_rank
     num_stages = ranks.pipeline_size * stages_per_rank
@@ -75,7 +76,7 @@ def build_pipeline_engine(stages: StageModules, settings: Settings, ranks: RankL
 def find_tied_matrix(stages: StageModules) -> nn.Parameter | None:
     """Return this rank's copy of the tied embedding matrix.
 
-    Return None if the matrix is not tied, or if this rank has neither the first nor the last stage.
+    None means that the matrix is not tied, or that this rank has neither the first nor the last stage.
     """
     for stage in stages:
         assert isinstance(stage, GPT)
@@ -87,7 +88,7 @@ def find_tied_matrix(stages: StageModules) -> nn.Parameter | None:
 
 
 class _Pipeline:
-    """Base of both engines: the optimizer, the tied matrix, and forward passes for evaluation."""
+    """Base class of both pipeline engines. It has the optimizer, the tied matrix, and forward passes for evaluation."""
 
     def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         self._stages, self._settings, self._ranks = stages, settings, ranks
@@ -122,7 +123,11 @@ class _Pipeline:
         return logits
 
     def _run_optimizer(self, batch: int) -> Update:
-        """Sum a tied matrix's gradients over its two ranks, clip, and make the update of batch `batch`."""
+        """Make the update of batch number `batch`.
+
+        Before it, the gradient of a tied matrix is summed over the first and the last rank, and gradients are
+        clipped.
+        """
         norm = None
         tied_matrix = find_tied_matrix(self._stages)
         if self._embedding_group is not None and tied_matrix is not None:
@@ -150,7 +155,9 @@ class _Pipeline:
 
 
 class ScheduledPipeline(_Pipeline):
-    """Engine with PyTorch's schedules, which flush: each gradient is taken at the weights that it updates."""
+    """Engine with PyTorch's pipeline schedules. They flush, so each gradient is computed at the weights that it
+    updates.
+    """
 
     def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
         super().__init__(stages, settings, ranks)
@@ -191,7 +198,7 @@ class ScheduledPipeline(_Pipeline):
         self._updates = 0
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Run the schedule, and return the mean loss, [1], on the last rank and 0 on other ranks.
+        """Run the schedule on all micro batches. Return the mean loss, [1], on the last rank, and 0 on other ranks.
 
         The schedule divides the gradients by the number of micro batches (`scale_grads`).
         """
@@ -230,10 +237,10 @@ class _MicroBatchInFlight:
 
 
 class StashingPipeline(_Pipeline):
-    """Engine with 1F1B in which a batch keeps the weights with which it started.
+    """Engine with 1F1B in which a batch keeps the version of the weights with which it started.
 
-    The gradient of batch n is taken at version max(0, n − staleness) of the weights, and makes version n + 1.
-    A stage has one buffer for each version from the oldest that is still used to the newest.
+    The gradient of batch n is computed at version max(0, n − staleness) of the weights, and its update makes
+    version n + 1. A stage has one buffer per version, from the oldest version that is still used to the newest.
     """
 
     def __init__(self, stages: StageModules, settings: Settings, ranks: RankLayout) -> None:
@@ -267,10 +274,10 @@ class StashingPipeline(_Pipeline):
         self._last_update = Update()
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
-        """Run the forward passes of one batch and the backward passes that are due; return the batch's loss.
+        """Run the forward passes of one batch and the backward passes that are due. Return the loss of the batch, [1].
 
-        The loss is [1]; it is 0 on all ranks but the last. Without flushes, some of the backward passes belong
-        to earlier batches. In the last iteration of the run all backward passes are finished.
+        The loss is 0 on all ranks except the last. Without flushes, some of the backward passes belong to
+        earlier batches. In the last iteration of the run, all remaining backward passes are run as well.
         """
         self._recorder.begin_iteration([self._stages], self.optimizer)
         loss = _zero_loss(batches[0][0])
@@ -293,7 +300,11 @@ class StashingPipeline(_Pipeline):
         return self._last_update
 
     def _run_forward(self, micro_batch: MicroBatch, count: int, *, is_last: bool) -> None:
-        """Run the forward pass of one of `count` micro batches, and send its output to the next stage."""
+        """Run the forward pass of a micro batch, and send its output to the next stage.
+
+        `count` is the number of micro batches of the batch, by which the last stage divides the loss. `is_last`
+        is True for the last of them.
+        """
         tokens, labels = micro_batch
         received = tokens
         if not self._is_first:
@@ -315,7 +326,7 @@ class StashingPipeline(_Pipeline):
         )
 
     def _take_weights(self) -> dict[str, Tensor]:
-        """Return the version of the weights for the batch that starts now, with gradients of its own."""
+        """Return the weights, by name, that the batch which starts now must use. Their gradients are separate."""
         version = max(0, self._started_batches - self._staleness)
         assert self._updates - len(self._versions) < version <= self._updates
         buffers = self._versions[version % len(self._versions)]
@@ -329,7 +340,8 @@ class StashingPipeline(_Pipeline):
     def _run_backward(self) -> None:
         """Run the backward pass of the oldest micro batch in flight.
 
-        The gradient goes to the previous stage. After the last micro batch of a batch the weights are updated.
+        The gradient of the stage's input is sent to the previous stage. After the last micro batch of a batch,
+        the weights are updated.
         """
         micro_batch = self._in_flight.popleft()
         gradient = None
@@ -359,7 +371,10 @@ class StashingPipeline(_Pipeline):
         self._last_update = self._run_optimizer(batch)
 
     def _send(self, tensor: Tensor, step: int) -> None:
-        """Start to send a tensor to the next or the previous stage, and wait for old sends."""
+        """Start to send a tensor, and wait for older sends if too many are open.
+
+        `step` is NEXT_STAGE or PREVIOUS_STAGE.
+        """
         is_forward = step == NEXT_STAGE
         group = self._forward_group if is_forward else self._backward_group
         with self._recorder.span("forward-send" if is_forward else "backward-send"):

@@ -35,11 +35,11 @@ MUON_RULE_FLAG = "--muon-rule"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of one run: a field per flag that this backend implements, with the flag's name.
+    """Settings of one run. There is one field per flag that this backend implements, with the name of the flag.
 
-    A training process reads them from its command line. The `RunSpec` that the kit records is read from the
-    same flags, but has no paths and no learning rates. Fields with a default here are those that Megatron
-    derives from other flags, or that Megatron does not have.
+    A training process reads the settings from its command line. The `RunSpec` that the kit records is read from
+    the same flags, but has no paths and no learning rates. A field has a default here if Megatron derives its
+    value from other flags, or if Megatron has no such flag.
     """
 
     num_layers: int
@@ -155,7 +155,7 @@ class Settings:
 def parse_settings(arguments: Sequence[str]) -> Settings:
     """Return the settings that the flags give.
 
-    Exit with one sentence if this backend does not implement a flag or a value.
+    If this backend does not implement a flag or a value, the process exits with one sentence.
     """
     try:
         known, unknown = _build_parser().parse_known_args(arguments)
@@ -170,7 +170,7 @@ def parse_settings(arguments: Sequence[str]) -> Settings:
 
 
 def unknown_flags(arguments: Sequence[str]) -> list[str]:
-    """Return the flags among the arguments that this backend does not implement, in their order."""
+    """Return the flags that this backend does not implement, in the order of the arguments."""
     known_flags = _build_parser()._option_string_actions
     return [
         argument
@@ -210,7 +210,10 @@ def _build_parser() -> argparse.ArgumentParser:
 
 
 def _add_flag(parser: argparse.ArgumentParser, flag: KnownFlag, default: Any) -> None:
-    """Add one flag of the table; a default of MISSING stands for the table's default."""
+    """Add one flag of the table of flags to a parser.
+
+    With the default MISSING, the table's default is used; if the table has none, the flag is required.
+    """
     if flag.kind in ("on", "off"):
         parser.add_argument(flag.name, action="store_true")
         return

@@ -39,7 +39,7 @@ LOSS_NAMES = ("lm loss", "load_balancing_loss", "z_loss")
 
 
 def main() -> None:
-    """Train from the first iteration to `--exit-interval`, with the flags of the command line."""
+    """Read the flags of the command line, and train from the first iteration to `--exit-interval`."""
     settings = parse_settings(sys.argv[1:])
     ranks = start_ranks(settings)
     torch.manual_seed(settings.seed + ranks.data_rank)
@@ -50,9 +50,9 @@ def main() -> None:
 
 
 def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
-    """Return the engine of `--engine` with a model that has its initial weights.
+    """Build the model with its initial weights, and return the engine that `--engine` names.
 
-    The first data-parallel ranks print the number of parameters. Every rank must call this function.
+    Ranks with the data-parallel rank 0 print the number of parameters. Every rank must call this function.
     """
     model = GPT(settings)
     if settings.start_weights:
@@ -83,7 +83,7 @@ def build_engine(settings: Settings, ranks: RankLayout) -> Engine:
 
 
 def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitSamples) -> None:
-    """Run all iterations and evaluations; the last rank prints the log, as in Megatron.
+    """Run all iterations and evaluations. As in Megatron, the last rank prints the log.
 
     Args:
         settings: The run's settings; training ends after `exit_interval` iterations.
@@ -120,7 +120,7 @@ def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitS
 
 
 class Evaluator:
-    """Validation as in Megatron, on documents that training does not use, with next-token accuracy.
+    """Validation as in Megatron, on documents that training does not use. It also measures next-token accuracy.
 
     Each evaluation reads the validation samples that follow those of the previous evaluation.
     """
@@ -137,8 +137,8 @@ class Evaluator:
     def score(self, engine: Engine) -> tuple[float, float]:
         """Return mean loss and next-token accuracy over the next `--eval-iters` batches of all ranks.
 
-        The accuracy is the fraction of tokens for which the largest logit is that of the label. Every rank
-        must call this function.
+        The accuracy is the fraction of tokens whose label has the largest logit. Every rank must call this
+        function.
         """
         sums = torch.zeros(3, dtype=torch.float64, device=self._ranks.device)
         for _ in range(self._settings.eval_iters):
@@ -180,7 +180,7 @@ class LoggedIteration(NamedTuple):
 
 @dataclass
 class Log:
-    """Iterations since the last log line; Megatron's lines are made from them.
+    """The iterations since the last log line, from which lines in Megatron's format are made.
 
     There is a line for the first iteration and for every `--log-interval`-th iteration.
     """
@@ -195,8 +195,8 @@ class Log:
     def line(self, iteration: int, rate: float, update: Update) -> str | None:
         """Return the log line of this iteration, or None if the iteration has none.
 
-        Times and losses are means over the stored iterations, which are then forgotten, except after the
-        first line.
+        Times and losses are means over the stored iterations. After the line these iterations are dropped,
+        except after the line of iteration 1.
 
         Args:
             iteration: Number of the iteration, from 1.

@@ -57,7 +57,7 @@ def megatron_name(name: str) -> str:
 
 
 def find_checkpoint_key(name: str) -> tuple[str, tuple[int, ...]]:
-    """Return the key of a parameter in torch_dist checkpoints, and its index in the stacked tensor.
+    """Return the key of a parameter in checkpoints of the format torch_dist, and its index in the stacked tensor.
 
     The index is () for a parameter outside the layers, (layer,) within a layer, and (layer, expert) within
     an expert. `name` is the parameter's name in this backend.
@@ -104,9 +104,9 @@ def load_initial_weights(model: GPT, checkpoint: Path) -> None:
 
 
 def _drop_padding(value: Tensor, *, rows: int) -> Tensor:
-    """Return the first `rows` rows of a vocabulary matrix if an import has padded it.
+    """Return a vocabulary matrix without the padding rows that an import may have added after the first `rows`.
 
-    A matrix with _VOCABULARY_PADDING or more further rows is returned unchanged, because it belongs to
+    A matrix with _VOCABULARY_PADDING or more additional rows is returned unchanged, because it belongs to
     another vocabulary.
     """
     padding = value.shape[0] - rows
@@ -114,11 +114,11 @@ def _drop_padding(value: Tensor, *, rows: int) -> Tensor:
 
 
 def _select_from_stack(value: Tensor, index: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Return one layer's, or one expert's, part of a stacked tensor.
+    """Return the part of a stacked tensor that belongs to one layer, or to one expert of a layer.
 
-    If the tensor stacks another number of layers or experts than `sizes`, the stack is returned. Its shape
-    then differs from the parameter's shape, and the caller's message can show it; an index past the last
-    layer would raise an IndexError instead.
+    If the tensor stacks another number of layers or experts than `sizes`, the stack itself is returned. Its
+    shape then differs from the shape of the parameter, so the caller can report both shapes. An index past the
+    last layer would raise an IndexError instead.
     """
     for position, size in zip(index, sizes, strict=False):
         if value.shape[0] != size:

@@ -26,7 +26,7 @@ Names = Mapping[str, tuple[str, int]]
 
 
 class LineField(NamedTuple):
-    """One number in the line of an iteration."""
+    """One number in a line that reports an iteration."""
 
     field: str
     """Field of `Iteration`, or EXTRA_METRIC_PREFIX with the printed name; empty for text that is not read."""
@@ -40,7 +40,7 @@ class LineField(NamedTuple):
 
 
 class ParsedIteration(NamedTuple):
-    """An iteration that was parsed from a line."""
+    """An iteration as it was parsed from a line of a log."""
 
     iteration: Iteration
     start: int
@@ -63,7 +63,7 @@ class ParsedIteration(NamedTuple):
 
 
 class LineFormat(ABC):
-    """Parser of the lines of iterations in one format.
+    """Parser of iteration lines in one format.
 
     Args:
         names: Names of the numbers in all dialects with this format.
@@ -98,7 +98,7 @@ def are_policy_metrics(names: Iterable[str]) -> bool:
 
 
 class MetricsLine(LineFormat):
-    """Format of a line with many named numbers, usually a dictionary, of which few are fields of `Iteration`."""
+    """Format of a line with many named numbers, usually a dictionary. Few of the numbers are fields of `Iteration`."""
 
     trainer: ClassVar[str]
     number: ClassVar[re.Pattern[str] | None] = None
@@ -109,7 +109,7 @@ class MetricsLine(LineFormat):
     """Text that ends an iteration before the end of the line; empty if there is none."""
 
     def find(self, line: str) -> list[ParsedIteration]:
-        """Return the steps in a line, in order. Several lines may be joined to one."""
+        """Return the steps in a line, in order. A line may be several joined lines."""
         starts = [match.start() for match in self.opening.finditer(line)]
         steps = []
         for start, next_start in pairwise([*starts, len(line)]):
@@ -125,7 +125,7 @@ class MetricsLine(LineFormat):
         return dict(self.metric.findall(text))
 
     def _parse_step(self, text: str, start: int) -> ParsedIteration | None:
-        """Return the iteration that a text reports; None if it states no step number or no time.
+        """Return the iteration that a text reports; None if the text states no step number or no time.
 
         Args:
             text: The text of the iteration.
@@ -169,7 +169,7 @@ _MAX_NUMBER = 1e100
 
 @dataclass
 class StepNumber:
-    """One number of a step's line."""
+    """One of the numbers in a step's line: its field and the pattern that finds it."""
 
     field: str
     """Field of `Iteration`, or EXTRA_METRIC_PREFIX with a name."""
@@ -189,9 +189,9 @@ class StepNumber:
 
 
 class StepLine(LineFormat):
-    """Format of a step's line: an opening with the step's number, and numbers in any order.
+    """Format of a step's line: first the number of the step, then other numbers in any order.
 
-    A step counts if its line has a loss, a time or a throughput.
+    A line counts as a step if it has a loss, a time or a throughput.
     """
 
     trainer: ClassVar[str]
@@ -202,7 +202,7 @@ class StepLine(LineFormat):
     The differences between the clocks of steps are their times, if no time is printed."""
 
     def find(self, line: str) -> list[ParsedIteration]:
-        """Return the steps in a line, in order. The lines of several ranks may be joined to one."""
+        """Return the steps in a line, in order. A line may be the joined lines of several ranks."""
         openings = list(self.opening.finditer(line))
         steps = []
         clock = self._read_clock(line) if len(openings) == 1 else None
@@ -225,7 +225,10 @@ class StepLine(LineFormat):
         return steps
 
     def _read_numbers(self, text: str) -> list[LineField]:
-        """Return the numbers of a step; empty if the text has none of them, or if it is torn."""
+        """Return the numbers of a step.
+
+        The list is empty if the text has no known number, or if another line was written into the text.
+        """
         fields = []
         for number in self.numbers:
             matches = list(number.pattern.finditer(text))
@@ -245,7 +248,7 @@ class StepLine(LineFormat):
         return fields
 
     def _read_clock(self, line: str) -> float | None:
-        """Return the seconds of a line's date and time; None if the line has none."""
+        """Return the date and time of a line in seconds; None if the line has none."""
         match = self.clock.search(line) if self.clock else None
         if match is None:
             return None
@@ -322,7 +325,10 @@ def load_dialects() -> tuple[Dialect, ...]:
 
 @cache
 def load_line_formats() -> tuple[LineFormat, ...]:
-    """Return all formats with the names of their dialects. Of several in one log the first is read."""
+    """Return all formats of iteration lines, each with the names of numbers in the dialects that use it.
+
+    The formats are in the order of their priority: if a log has lines of several formats, only the first is read.
+    """
     names_by_format: dict[type[LineFormat], dict[str, tuple[str, int]]] = {}
     for dialect in load_dialects():
         if dialect.line:

@@ -32,7 +32,10 @@ _ORIGIN = re.compile(r"\.{0,80}(?:default|updated)\Z")
 
 
 def _convert_arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
-    """Return GPT-NeoX's arguments with Megatron's names and values; arguments of another trainer as they are."""
+    """Return GPT-NeoX's arguments under Megatron's names, with Megatron's values.
+
+    Arguments of another trainer are returned unchanged.
+    """
     if not all(name in printed for name in _ARGUMENTS_OF_GPT_NEOX):
         return printed
     plain = {name: _ORIGIN.sub("", value.strip()) for name, value in printed.items()}

@@ -28,7 +28,7 @@ _MAX_METRICS = 100
 
 
 class _Step(LineFormat):
-    """Format of the metrics of a step, which are complete up to the closing brace."""
+    """Format of a step's metrics. They are complete if the closing brace is there."""
 
     mark = b"{'loss': "
     opening = re.compile(r"\{'loss': '?[\d.ni]")

@@ -11,7 +11,7 @@ from parakit.logs.dialects import Dialect, StepLine, StepNumber
 
 
 class _Step(StepLine):
-    """Format of an iteration. It is one micro batch, and several of them may make a step of the optimizer."""
+    """Format of an iteration, which is one micro batch. Several iterations may make one optimizer step."""
 
     mark = b"iter time: "
     opening = re.compile(

@@ -20,7 +20,7 @@ _BATCH = re.compile(r"\[batch=(\d{1,9})/(\d{1,9})\]:?")
 
 
 class _Loss(LineFormat):
-    """Format of the loss of a batch, whose number stands in a line before it (`_read_batch`)."""
+    """Format of the loss of a batch. The number of the batch is in an earlier line (`_read_batch`)."""
 
     mark = b"Train loss/train/total: "
     opening = re.compile(r"Train loss/train/total: ")

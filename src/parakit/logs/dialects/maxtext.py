@@ -9,7 +9,7 @@ from parakit.logs.iterations import PRINTED_TOKENS_PER_DEVICE
 
 
 class _Step(StepLine):
-    """Format of a step, which counts from 0."""
+    """Format of a step. Steps are counted from 0."""
 
     mark = b"completed step: "
     opening = re.compile(r"completed step: (?P<iteration>\d{1,9}), seconds: ")

@@ -161,7 +161,7 @@ _OLD_ARGUMENTS = {
 
 
 class BarLine(LineFormat):
-    """Format `iteration N/ M | name: value | …`, which all relatives of Megatron print."""
+    """Format `iteration N/ M | name: value | …`, which Megatron and its relatives print."""
 
     mark = _MARK.encode()
     opening = re.compile(r"iteration[ =]{1,12}\d{1,12} {0,4}/")
@@ -202,7 +202,7 @@ class BarLine(LineFormat):
         return iterations
 
     def _read_parts(self, line: str, start: int, stop: int) -> list[LineField]:
-        """Return the numbers between `start` and `stop` of a line that a bar closes."""
+        """Return the numbers between `start` and `stop` of a line. Only parts that end with a bar (`|`) are read."""
         end = line.find("\n", start, stop)
         stop = end if end >= 0 else stop
         last_part = line.rfind("|", start, stop) + 1
@@ -235,9 +235,10 @@ class BarLine(LineFormat):
         return parts
 
     def _read_part(self, name: str, text: str, start: int) -> LineField:
-        """Return the number of one part; its value is None, and its field may be empty, if it is not read.
+        """Return the number in one part of a line, such as `lm loss: 7.1`.
 
-        `start` is the position of `text` in the line.
+        `start` is the position of `text` in the line. The value is None if `text` is no number. The field is empty if
+        the name is not known and is no metric.
         """
         known_field = self._fields.get(name) or self._fields.get(_normalise_name(name))
         stop = start + len(text)
@@ -265,7 +266,7 @@ def _normalise_name(name: str) -> str:
 
 
 def _read_iteration_numbers(line: str, start: re.Match[str]) -> tuple[LineField, LineField]:
-    """Return the number of the iteration after "iteration" or "iteration=", and the number of iterations."""
+    """Return two numbers after "iteration" or "iteration=": that of the iteration, and how many are planned."""
     begin = start.start() + len(_MARK) + (line[start.start() + len(_MARK)] == "=")
     slash = line.index("/", start.end(1))
     epoch = _EPOCH.search(line[max(0, start.start() - _EPOCH_DISTANCE) : start.start()])
@@ -317,9 +318,9 @@ def _is_complete(iteration: Iteration) -> bool:
 def make_memory_reading(
     rank: str, after: str | None, sizes: Iterable[float]
 ) -> MemoryReading | None:
-    """Return the memory of a rank in MiB; None if a size is too large to be one.
+    """Return the memory of a rank, from sizes in MiB; None if a size is too large to be true.
 
-    NaN and infinity are kept, because some platforms print them.
+    NaN and infinity are accepted, because some platforms print them.
     """
     memory = MemoryReading(int(rank), int(after) if after else None, *sizes)
     largest = (memory.max_allocated_mib, memory.max_reserved_mib, memory.device_used_mib or 0.0)
@@ -329,9 +330,9 @@ def make_memory_reading(
 def add_present_names(
     arguments: Mapping[str, str], present_names: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the arguments. An argument with an old name is also added under its present name.
+    """Return the arguments, with each argument that has an old name added under its present name.
 
-    A value that is printed under the present name stays.
+    A value that is printed under the present name is not replaced, unless it is `None`.
     """
     added = {}
     for old, new in present_names.items():

@@ -38,7 +38,7 @@ def _read_memory(line: re.Match[str]) -> MemoryReading | None:
 
 
 def _read_throughput(step: re.Match[str]) -> NumbersAhead:
-    """Return the throughput that is printed before the line of an iteration with the same time."""
+    """Return the throughput of a step, to be added to the next iteration line if that has the same time."""
     seconds, throughput = float(step[1]), float(step[2])
 
     def complete(line: ParsedIteration, *_: object) -> Iteration:

@@ -17,9 +17,10 @@ _NORMS = {"rmsnorm": "RMSNorm", "layernorm": "LayerNorm"}
 
 
 def _convert_arguments(printed: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the arguments with Megatron's names and values; those of another trainer as they are.
+    """Return the arguments under Megatron's names, with Megatron's values.
 
-    Experts are printed as a list, in which a single 1 is a dense model.
+    Arguments of another trainer are returned unchanged. The number of experts is printed as a list, in which a
+    single 1 stands for a dense model.
     """
     experts = re.fullmatch(r"\[(\d{1,9})\]", printed.get("num_experts", ""))
     if not experts and not {"num_key_value_heads", "deepspeed"} & printed.keys():

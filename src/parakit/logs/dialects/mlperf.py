@@ -38,7 +38,7 @@ _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
 class Result(LineFormat):
-    """Format of the `tracked_stats` of a step, whose time is the mean since the line before."""
+    """Format of a `tracked_stats` event. Its time is the mean over the steps since the last such event."""
 
     mark = MARK.encode()
     opening = re.compile(r":::MLLOG \{")
@@ -47,7 +47,7 @@ class Result(LineFormat):
     """True if the times are means of blocks."""
 
     def find(self, line: str) -> list[ParsedIteration]:
-        """Return the step of a line; empty if the line has none."""
+        """Return the step that a line reports, as a list; empty if the line reports none."""
         event = parse_event(line)
         value, metadata = event.get("value"), event.get("metadata")
         metadata = metadata if isinstance(metadata, dict) else {}
@@ -76,10 +76,10 @@ class Result(LineFormat):
 def _number_iteration(
     iteration: Iteration, is_block_start: bool, arguments: Mapping[str, str]
 ) -> Iteration | None:
-    """Return an iteration with its number, instead of the count of samples or tokens plus one.
+    """Return an iteration with its real number. Its present number is a count of samples or tokens plus one.
 
-    The count at the start of a block does not include the block's first step. None means that the arguments
-    do not state the size of a step, or that the count is no multiple of the size.
+    A count at the start of a block does not include the block's first step. None means that the arguments do not
+    state the size of a step, or that the count is no multiple of this size.
     """
     sizes = find_step_sizes(arguments)
     size = sizes["first_epoch_num"] or sizes["samples_count"]
@@ -105,7 +105,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def find_step_sizes(arguments: Mapping[str, str]) -> dict[str, int]:
-    """Return the number that a step adds to each count, by the count's name; 0 if unknown."""
+    """Return by how much one step increases each count of a log, by the count's name; 0 if unknown."""
     sizes = []
     for name in ("global_batch_size", "seq_length"):
         text = arguments.get(name, "")
@@ -135,7 +135,10 @@ def _read_setting(line: str) -> tuple[str, str] | None:
 
 
 def _read_event(line: str) -> Iterator[Fact]:
-    """Yield the fact of a result: the beginning of the settings, an evaluation, or the end."""
+    """Yield the fact that an event reports: the beginning of the settings, an evaluation, or the end of the run.
+
+    Events of other kinds yield nothing.
+    """
     event = parse_event(line)
     value, metadata = event.get("value"), event.get("metadata")
     match event.get("key"):

@@ -31,13 +31,20 @@ _Counts = Mapping[str, float]
 
 
 class _Block(Result):
-    """Format of the end of a block. Iteration, time and batch size follow from its beginning (`_read_block_start`)."""
+    """Format of the event that ends a block of steps.
+
+    The iteration, the time and the batch size follow only together with the event at the block's beginning
+    (`_read_block_start`).
+    """
 
     rank = 5
     of_blocks: ClassVar = True
 
     def find(self, line: str) -> list[ParsedIteration]:
-        """Return the last step of a block, the first step of a block with a mean time, or a step with a loss."""
+        """Return the step that a line reports, as a list; empty if the line reports none.
+
+        The line can report a step with a mean time, the end of a block, or a step with a loss.
+        """
         steps_with_mean = super().find(line)
         if steps_with_mean:
             return steps_with_mean
@@ -66,7 +73,7 @@ class _Block(Result):
 
 
 def _parse_loss_event(line: str, loss: float, counts: _Counts) -> ParsedIteration:
-    """Return the step of a `train_loss` event, by its count of steps, else by its count of samples."""
+    """Return the step of a `train_loss` event, numbered by its count of steps or else by its count of samples."""
     samples = counts.get("samples_count")
     if "step" in counts and counts["step"] != samples:
         return make_parsed_iteration(line, {"iteration": int(counts["step"]), "lm_loss": loss})
@@ -84,7 +91,10 @@ def _number_by_samples(iteration: Iteration, arguments: Mapping[str, str]) -> It
 
 
 def _read_block_start(line: str) -> Iterator[Fact]:
-    """Yield the counts and the time at the beginning of a block, which the end of the block needs."""
+    """Yield the counts and the time at the beginning of a block. The line at the block's end needs them.
+
+    An unusable line yields an entry that prevents the next end from being combined with an older beginning.
+    """
     event = parse_event(line)
     counts, begin_ms = _read_counts(event.get("metadata")), event.get("time_ms")
     if event.get("key") != "block_start" or not counts or not is_number(begin_ms):
@@ -95,7 +105,7 @@ def _read_block_start(line: str) -> Iterator[Fact]:
     def complete(
         line: ParsedIteration, arguments: Mapping[str, str], stored: dict[str, Any]
     ) -> Iteration | None:
-        """Return the block's last step with the mean time of its steps; None if it cannot be found."""
+        """Return the block's last step with the mean time of the block's steps; None if the step is not known."""
         if line.at_ms is None:
             return None
         sizes = find_step_sizes(arguments)
@@ -117,13 +127,13 @@ def _read_block_start(line: str) -> Iterator[Fact]:
 def _find_steps(
     begins: _Counts, ends: _Counts, sizes: Mapping[str, int], stored: dict[str, Any]
 ) -> tuple[float, int] | None:
-    """Return the number of steps of a block and the number of its last step; None if no count gives them.
+    """Return the number of steps in a block, and the number of its last step; None if no count shows them.
 
     Args:
         begins: Counts at the beginning of the block.
         ends: Counts at its end.
-        sizes: Number that a step adds to each count.
-        stored: Units of the counts by name, which are kept from block to block.
+        sizes: Increase of each count per step.
+        stored: Units of each count, by name. They are kept from block to block and changed in place.
     """
     ends = dict(ends)
     if "epoch_count" in begins:
@@ -141,9 +151,11 @@ def _find_steps(
 class _Units:
     """Units of one count at the beginnings and the ends of blocks, found from consecutive blocks.
 
+    A count may be in steps or in samples, and its unit may differ between beginnings and ends.
+
     Args:
-        size: Number that a step adds to the count, by the count's name.
-        factor: Number that a step adds in the finer one of its two possible units; 0 if unknown.
+        size: Increase of the count per step if the count's name states its unit.
+        factor: Increase of the count per step in the finer of its two possible units; 0 if unknown.
     """
 
     def __init__(self, size: int, factor: int) -> None:
@@ -174,7 +186,10 @@ class _Units:
         return (trained, last) if trained > 0 and last > 0 else None
 
     def _scale_between(self, begin: float, previous_end: float) -> float | None:
-        """Return the factor from a beginning to the end before it; None if no pair of units gives one."""
+        """Return the factor from the unit of beginnings to the unit of ends, by a block's beginning and the last end.
+
+        The two are the same moment. None means that no pair of units explains their counts.
+        """
         if begin == previous_end:
             return 1.0
         if self._factor and begin * self._factor == previous_end:
@@ -184,7 +199,7 @@ class _Units:
         return None
 
     def _scale_of_first(self, begin: float, end: float) -> float | None:
-        """Return the factor for the first block, by the count's name; None if two units are possible."""
+        """Return the factor from the unit of beginnings to that of ends, for the first block; None if ambiguous."""
         if self._size > 1:
             # A beginning in steps would be fewer samples than the end of the block.
             return None if 0 < begin * self._factor < end else 1.0

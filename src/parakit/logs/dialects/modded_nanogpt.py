@@ -12,7 +12,7 @@ _EVALUATION = r"step:(\d{1,9})/\d{1,9} val_loss:(\d{1,9}\.\d{1,9}) "
 
 
 class _Step(StepLine):
-    """Format of a step, whose time follows from the training time so far."""
+    """Format of a step. Its time is the difference between its training time so far and that of the step before."""
 
     mark = b"step:"
     opening = re.compile(

@@ -9,7 +9,7 @@ from parakit.logs.iterations import EXTRA_METRIC_PREFIX, TRAINED_SECONDS
 
 
 class _Evaluation(StepLine):
-    """Format of an evaluation. Its loss is of validation, and its time is the training time so far."""
+    """Format of an evaluation. Its loss is a validation loss, and its time is the training time so far."""
 
     mark = b" val_loss:"
     opening = re.compile(

@@ -12,7 +12,7 @@ _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
 
 class _Step(MetricsLine):
-    """Format of a step. If it has a reward, its loss is that of a policy."""
+    """Format of a step. The loss of a step with a reward is that of a policy."""
 
     mark = b"train_speed(s/it)"
     opening = re.compile(r"""\{['"]loss['"]: """)
@@ -24,7 +24,7 @@ class _Step(MetricsLine):
     trainer = "ms-swift"
 
     def numbers(self, text: str) -> dict[str, str]:
-        """Return the numbers of a step by name, with the time since the start (`1h 3m 7s`) in seconds."""
+        """Return the numbers of a step by name. The time since the start (`1h 3m 7s`) is converted to seconds."""
         numbers = super().numbers(text)
         elapsed = _ELAPSED.search(text)
         if elapsed:

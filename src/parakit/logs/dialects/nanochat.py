@@ -9,7 +9,7 @@ from parakit.logs.iterations import EXTRA_METRIC_PREFIX, PRINTED_TOKENS_PER_SECO
 
 
 class _Step(StepLine):
-    """Format of a step. Its loss is smoothed by nanochat, and plain in the reproductions."""
+    """Format of a step. Its loss is smoothed in logs of nanochat, and not smoothed in those of reproductions."""
 
     mark = b"| dt: "
     opening = re.compile(

@@ -18,7 +18,7 @@ def _make_number(field: str, name: str) -> StepNumber:
 
 
 class _Step(StepLine):
-    """Format of a step. Its global batch is printed in samples or in tokens, by version, so it is no batch here."""
+    """Format of a step. Versions print the global batch in samples or in tokens, so the batch is not read."""
 
     mark = b"iteration: "
     opening = re.compile(

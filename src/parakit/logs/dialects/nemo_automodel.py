@@ -13,7 +13,7 @@ from parakit.logs.iterations import (
 
 
 class _Step(StepLine):
-    """Format of a step. It has no time, and its clock has whole seconds only."""
+    """Format of a step. It has no time, and the clock of its line has whole seconds only."""
 
     mark = b"| epoch "
     opening = re.compile(r"(?<![A-Za-z])step (?P<iteration>\d{1,9}) \| epoch \d{1,6} \| loss ")

@@ -8,7 +8,7 @@ from parakit.logs.dialects import Dialect, StepLine, StepNumber
 
 
 class _Bar(StepLine):
-    """Format of a bar. Its counter is exact, and the steps and samples in its brackets are rounded to four digits."""
+    """Format of a progress bar. Its counter is exact, but steps and samples in brackets have only four digits."""
 
     mark = b"reduced_train_loss="
     opening = re.compile(

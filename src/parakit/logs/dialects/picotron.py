@@ -13,7 +13,7 @@ from parakit.logs.iterations import (
 
 
 class _Step(StepLine):
-    """Format of a step, which has no time. Its global batch is printed in tokens, so it is no batch here."""
+    """Format of a step without a time. The global batch is printed in tokens, so it is not read as a batch."""
 
     mark = b"| Tokens/s/GPU: "
     opening = re.compile(r"(?<![A-Za-z])Step: (?P<iteration>\d{1,9}) {0,9}\| Loss: ")

@@ -14,7 +14,7 @@ _METRIC = re.compile(
 
 
 class _Step(MetricsLine):
-    """Format of a step. Its loss is that of a policy, so the loss keeps its printed name."""
+    """Format of a step. Its loss is that of a policy, so it is stored under its printed name."""
 
     mark = b"timing_s/"
     opening = re.compile(r"(?<![A-Za-z_])step:(?P<iteration>\d{1,9}) - ")
