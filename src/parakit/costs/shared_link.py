@@ -15,7 +15,7 @@ NUM_NODES = 2
 
 
 class Sent(Protocol):
-    """Equal calls of one rank: a `CollectiveCall`, or calls recorded in a communication log."""
+    """Identical calls of one rank: a `CollectiveCall`, or an entry of a communication log."""
 
     @property
     def group(self) -> str:
