@@ -44,7 +44,11 @@ UV_VARIABLES = {
 
 
 def main(files: Sequence[str]) -> int:
-    """Install the packages that the files name; return the exit code of uv or pip."""
+    """Install the packages that the requirement files name, and return the exit code of uv or pip.
+
+    Without uv, pip installs. With `--settings`, pip's settings are printed instead. With `--beside`, `install_beside`
+    is called with the other arguments.
+    """
     if files[0] == "--settings":
         print(json.dumps(pip_settings()))
         return 0

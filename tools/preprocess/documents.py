@@ -79,7 +79,7 @@ class Parser:
 
         Args:
             content: `Block.content`: lines of JSON, columns of a table, or a Problem, which is returned as the only
-            row.
+                row.
         """
         if isinstance(content, Problem):
             return [content]

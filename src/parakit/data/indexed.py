@@ -253,7 +253,7 @@ def hash_file(path: Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _hash_unchanged_file(path: Path, size_bytes: int, _modified_ns: int) -> str:
-    """Return the hash of `hash_file`. The size and the time stamp tell versions of the file apart."""
+    """Return the hash that `hash_file` describes. Results are cached by path, size and time stamp of the file."""
     if size_bytes <= FULLY_HASHED_BYTES:
         return compute_sha256(path)
     digest = hashlib.sha256(str(size_bytes).encode())
@@ -347,8 +347,8 @@ def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIn
 def open_dataset(prefix: Path) -> Dataset:
     """Check a data set in a fraction of a second and return its description.
 
-    The check covers the header, the sizes of both files and the manifest's counts. It reads no token and
-    no hash; `verify_dataset` does.
+    The check covers the header, the sizes of both files and the manifest's counts. Tokens and hashes are not checked.
+    `verify_dataset` checks them.
 
     Raises:
         DatasetError: A file is missing, damaged or cut short, or the files do not belong together.
@@ -503,9 +503,11 @@ def _check_sizes(dataset: Dataset) -> int:
 
 
 def _check_size(path: Path, expected_bytes: int, source: str) -> None:
-    """Raise DatasetError if the file has another size.
+    """Raise DatasetError if the size of a file is not `expected_bytes`.
 
-    `source` is the end of the error's sentence, such as "its header asks for".
+    Args:
+        source: Part of the error's sentence that says where the expected size comes from, such as "its header asks
+            for".
     """
     actual_bytes = path.stat().st_size
     if actual_bytes != expected_bytes:

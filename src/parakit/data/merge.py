@@ -38,8 +38,8 @@ def join_datasets(datasets: Sequence[Dataset], prefix: Path, identity: RunIdenti
     Args:
         datasets: At least one data set; all have the same dtype.
         prefix: Path of the result without suffix; existing files are overwritten.
-        identity: Identity in the result's manifest, which sums up the manifests of `datasets`. If it is
-            None, no manifest is written; otherwise at least one data set must have a manifest.
+        identity: Identity for the result's manifest, which sums up the manifests of `datasets`. At least one data
+            set must have a manifest then. If `identity` is None, no manifest is written.
 
     Raises:
         DatasetError: The hash of a data set's tokens differs from its manifest.
@@ -178,9 +178,9 @@ def _check_shared_properties(datasets: Sequence[Dataset]) -> None:
 
 
 def _shared_properties(dataset: Dataset) -> Iterator[tuple[str, object]]:
-    """Yield name and value of the properties that joined data sets must share.
+    """Yield pairs of name and value for the properties that joined data sets must share.
 
-    Without a manifest only the dtype is known.
+    Without a manifest only the dtype is known, and only the dtype is yielded.
     """
     yield "dtype", dataset.dtype
     if manifest := dataset.manifest:

@@ -125,8 +125,9 @@ def _name_family_to_avoid(
 def _answer_megatron(
     winner: Candidate, best_by_family: dict[StrategyFamily, Candidate], plan: Plan
 ) -> str:
-    """Return the answer to the question if Megatron's kinds of parallelism gain time over DDP, FSDP and
-    DeepSpeed.
+    """Return the answer to this question: do the kinds of parallelism that only Megatron has save time?
+
+    The comparison is with the kinds that DDP, FSDP and DeepSpeed have too.
 
     The answer begins with "Yes", "Hardly" or "Not needed".
     """

@@ -28,7 +28,7 @@ MOST_UNITS = 16
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of one stage on one submesh."""
+    """Time and memory of one stage on some devices, with the way in which these devices split the stage."""
 
     seconds: float
     """Forward and backward of one micro batch, and its fraction of the time after the last backward."""
@@ -60,7 +60,7 @@ _Stages = tuple[float, tuple[AlpaStage, ...]]
 
 @dataclass(frozen=True)
 class AlpaPlan:
-    """The stages that the method chooses."""
+    """Stages that Alpa's method chooses, and the time of an iteration."""
 
     stages: tuple[AlpaStage, ...]
     layers_per_unit: int
@@ -273,8 +273,8 @@ def _enumerate_stage_specs(
 def _cost_stage_spec(request: Request, spec: RunSpec, rank: int, samples: int) -> StageCost:
     """Return the time per micro batch and the memory of pipeline rank `rank` of a run.
 
-    A micro batch has `samples` samples over all replicas. The time includes a share of the work after the last micro
-    batch.
+    A micro batch has `samples` samples over all replicas. The time of the work after the last micro batch, such as the
+    update, is divided evenly among the micro batches and included.
     """
     seconds, seconds_after = stage_seconds(spec, request.cluster, rank)
     single_batch = replace(spec, batch=replace(spec.batch, global_batch_size=samples))

@@ -28,7 +28,7 @@ DEFAULTS, TUNED, ALL = "defaults", "tuned", "all"
 
 @dataclass(frozen=True)
 class Switch:
-    """Flags of Megatron that are set together."""
+    """Group of Megatron's flags that a recipe sets together."""
 
     name: str
     flags: tuple[str, ...]
@@ -40,7 +40,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class ChosenSwitch:
-    """A switch of a plan, and what the winner gains by it."""
+    """Switch that a plan sets, and the time and memory that the plan's winner saves by the switch."""
 
     name: str
     flags: tuple[str, ...]

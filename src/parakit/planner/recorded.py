@@ -21,7 +21,7 @@ from parakit.planner.time.rates import NoPeakError
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder or its log describes it."""
+    """Description of a run that was trained, read from its folder or its log."""
 
     spec: RunSpec
     device: Device

@@ -96,7 +96,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration with its predicted memory and time."""
+    """Configuration of a run, with its predicted memory and time."""
 
     spec: RunSpec
     memory: PredictedMemory
@@ -155,13 +155,14 @@ class Plan:
 
 
 def search_configurations(request: Request, kept: int = MOST_RANKED, slack: float = 1.0) -> Plan:
-    """Return the `kept` fastest strategies that fit the cluster, out of all legal configurations.
+    """Search all legal configurations, and return a plan with the `kept` fastest strategies that fit the cluster.
 
     Args:
         request: Model, cluster and batch.
-        kept: Number of strategies to rank. Numbers of virtual stages and micro batches count as one strategy.
-        slack: A factor above 1 also evaluates configurations that are up to this many times slower than the last
-            ranked one, for pictures.
+        kept: Number of strategies to rank. Configurations that differ only in virtual stages, micro batch or
+            recomputation count as one strategy.
+        slack: With a factor above 1, configurations that take up to this many times as long as the last ranked
+            strategy are evaluated too. Pictures show them.
 
     Raises:
         NoPeakError: The device has no matrix rate in the requested dtype.
@@ -442,7 +443,8 @@ def _halve_sizes(
 ) -> Iterator[_Bound]:
     """Yield a bound for the smaller half of the micro batch sizes, and a second bound for the larger half.
 
-    The second bound has the least recomputation with which the larger half can fit. If none fits, it is left out.
+    The second bound has the least recomputation with which the larger half can fit. If the larger half does not fit
+    with any recomputation, the second bound is left out.
     """
     plain, sizes, unchosen = bound.plain, bound.sizes, _Unchosen.SIZE_AND_RECOMPUTE
     middle = len(sizes) // 2

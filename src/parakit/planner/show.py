@@ -238,7 +238,11 @@ def _legend(strategies: Sequence[str]) -> str:
 
 
 def print_command(plan: Plan, console: Console) -> None:
-    """Print the command that trains the winner of a plan, and how its model differs from the planned one."""
+    """Print the command that trains the winner of a plan.
+
+    If the command trains another vocabulary than was planned, or needs a file that does not exist, this is printed
+    first.
+    """
     winner = plan.ranked[0]
     command = plan_command(plan.request, winner.spec)
     difference = trained_vocabulary_sentence(winner.spec)
@@ -249,7 +253,7 @@ def print_command(plan: Plan, console: Console) -> None:
 
 
 def _build_ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
-    """Return a table with one row per candidate."""
+    """Return a table with one row per candidate: its choices, time, rates, memory and sent bytes."""
 
     def strategy(candidate: Candidate) -> str:
         """Return the name of the strategy. With context parallelism, its algorithm is added in brackets."""

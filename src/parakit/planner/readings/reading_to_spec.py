@@ -203,7 +203,7 @@ def _refuse_illegal(spec: RunSpec) -> None:
     Test cases of Megatron are not checked, because they ran with flags that their case does not list.
 
     Raises:
-        RefusedError: Megatron refuses the run; the message is its first reason.
+        RefusedError: Megatron refuses the run. The message is the first reason.
     """
     # Today's Megatron gives experts biases, which not every published run had.
     bias = spec.shape.bias and not spec.shape.experts
@@ -429,8 +429,8 @@ def _refuse_wrong_data(
 ) -> None:
     """Raise an error if the product of the stated parallel sizes is not the number of GPUs.
 
-    Some sources count the expert-parallel ranks in the data-parallel size, others do not, so both products are right.
-    Nothing is checked if the source states no data-parallel size.
+    Some sources count the expert-parallel ranks in the data-parallel size, and others do not. Both products are
+    therefore accepted. Nothing is checked if the source states no data-parallel size.
 
     Raises:
         RefusedError: Neither product is the number of GPUs.
@@ -449,9 +449,10 @@ def _refuse_wrong_data(
 def _stated_tensor_and_pipeline(
     measurement: PublishedMeasurement, source: dict[str, Any], sharding: Sharding
 ) -> tuple[int, int]:
-    """Return the stated tensor- and pipeline-parallel sizes; a missing size is 1 if data parallelism shards weights.
+    """Return the tensor- and pipeline-parallel sizes of a measurement.
 
-    Known misprints of the pipeline-parallel size are corrected.
+    If data parallelism shards weights, a missing size is 1. Known misprints of the pipeline-parallel size are
+    corrected.
 
     Raises:
         RefusedError: A size is missing and weights are not sharded.
@@ -511,7 +512,7 @@ def _parse_recompute(stated: str, fused: bool) -> Recompute:
         fused: True if attention is fused.
 
     Raises:
-        RefusedError: The text is none of these.
+        RefusedError: The text has none of these forms.
     """
     text = stated.lower()
     modules = [_SHORT_MODULES.get(name, name) for name in text.replace(",", " ").split()]
@@ -532,9 +533,8 @@ def _parse_recompute(stated: str, fused: bool) -> Recompute:
 def _parse_fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
     """Return the fp8 or fp4 recipe that the dtype of a published measurement names, such as `FP8-MX`.
 
-    A 16-bit or 32-bit dtype has the recipe `NONE`. If the measurement states no dtype, that is, `dtype` is
-    empty, the source's fact `unstated_bits` is read in its place. A plain `FP8` has the recipe of the source's
-    fact `fp8`.
+    A 16-bit or 32-bit dtype gives `NONE`. An empty dtype means that the measurement states none. Then the source's fact
+    `unstated_bits` is read in its place. A plain `FP8` gives the recipe that the source's fact `fp8` names.
     """
     text = (dtype or source["unstated_bits"]).lower()
     # "CS" stands for current scaling, which has one scale per tensor. `FP8-CS (FP8-MX)` names the recipe of

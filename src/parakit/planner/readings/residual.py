@@ -241,7 +241,11 @@ def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
 
 
 def _predict_memory_figure(spec: RunSpec, cluster: Cluster, metric: str) -> float:
-    """Return the predicted memory in the unit of a metric: bytes, GiB or GB."""
+    """Predict the value of a memory metric, in the metric's unit: bytes, GiB or GB.
+
+    The metrics differ in what they count: all memory of a device, or only what PyTorch has allocated, at the peak or
+    when Megatron logs an iteration.
+    """
     execution, generation = cluster.execution, cluster.device.generation
     has_grouped_experts = bool(spec.shape.experts) and execution.grouped_experts
     workspaces = workspace_bytes(generation, execution.deterministic, has_grouped_experts)
@@ -291,7 +295,7 @@ def _stated_flops_per_token(
 
 
 def _run_key(measurement: PublishedMeasurement) -> tuple[object, ...]:
-    """Return a key that is equal for two measurements (in different units) of one run."""
+    """Return a key that is equal for all measurements of one run, whatever their metrics."""
     origin = (measurement.source, measurement.where, measurement.notes)
     job = (measurement.model, measurement.gpu, measurement.gpus)
     degrees = (

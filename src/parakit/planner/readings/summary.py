@@ -348,7 +348,7 @@ def _compute_coverage(
 ) -> dict[float, float]:
     """Return the fraction of measurements that lie inside the intervals of their predictions, by level.
 
-    If `elsewhere` is True, an interval is made only from errors of other sources than the measurement's.
+    If `elsewhere` is True, the interval of a measurement is computed only from errors of other sources.
     """
     return {
         level: statistics.mean(errors.covers(item, level, elsewhere) for item in items)
@@ -372,8 +372,8 @@ class IntervalCoverage:
 def _encode_residual(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
     """Return a measurement as a dictionary for JSON.
 
-    It has the published value, the prediction, the error and the intervals. It also tells if the run's memory would
-    fit; None means that this is not judged.
+    It has the published value, the prediction, the error and the intervals. It also says if the run's memory would fit.
+    Figures that do not apply to the measurement are None.
     """
     spec, cluster = item.measured_run.spec, item.measured_run.cluster
     is_run = item.measurement.metric != "matmul_tflops"

@@ -188,7 +188,11 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
 
 
 def _parse_row(line: int, row: Mapping[str, str]) -> PublishedMeasurement:
-    """Return the measurement of a row; `line` is the row's line in the file.
+    """Return the measurement that a row describes.
+
+    Args:
+        line: Line of the row in the file.
+        row: Cells of the row by column.
 
     Raises:
         MeasurementsError: A cell cannot be read.
@@ -239,10 +243,14 @@ class _RowCells:
         )
 
     def whole(self, column: str, text: str) -> int | None:
-        """Return a whole number above 0, or None for an empty text.
+        """Parse a whole number above 0 from `text`. An empty text gives None.
+
+        Args:
+            column: Name of the column, for the error.
+            text: The text to parse.
 
         Raises:
-            MeasurementsError: The text is no such number.
+            MeasurementsError: The text is no whole number above 0.
         """
         if not text:
             return None
@@ -253,10 +261,10 @@ class _RowCells:
         return int(text)
 
     def number(self, column: str) -> float | None:
-        """Return a column's number above 0, or None for an empty cell.
+        """Return the number in a column's cell, or None for an empty cell.
 
         Raises:
-            MeasurementsError: The cell is no such number.
+            MeasurementsError: The cell is no number above 0.
         """
         text = self.texts[column]
         if not text:

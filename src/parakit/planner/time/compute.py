@@ -127,7 +127,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
 
 @lru_cache(maxsize=65536)
 def _layer_seconds_without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSeconds:
-    """Return a layer's times without the memory traffic that context parallelism adds to attention."""
+    """Return a layer's times for one micro batch, without the memory traffic that context parallelism adds."""
     products = tuple(_list_products(spec))
     is_recomputed = [spec.recompute.recomputes(*product.modules) for product in products]
     has_recomputed_attention = spec.recompute.recomputes("core_attn")
@@ -232,7 +232,7 @@ def _seconds_per_added_gradient(spec: RunSpec, rate: DeviceRates) -> float:
 def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Return the seconds of the embedding's memory traffic for one micro batch, forward and backward.
 
-    It counts the look-up, positions, dropout and the scatter of gradients.
+    Counted are the look-up, the positions, dropout and the scatter of gradients.
     """
     elements = spec.micro_batch_tokens * spec.shape.hidden
     seconds = 10 * spec.element_bytes * elements / rate.bytes_per_second
@@ -355,7 +355,10 @@ def _seconds_with_host_update(rate: DeviceRates, on_device: float, num_offloaded
 
 
 class _Product(NamedTuple):
-    """Matrix products of one layer in forward: `copies` times rows×inner by inner×columns."""
+    """One or several identical matrix products of a layer in forward.
+
+    There are `copies` products of a rows×inner matrix with an inner×columns matrix.
+    """
 
     rows: int
     inner: int
@@ -445,7 +448,8 @@ def _elements_per_processor(rows: int, columns: int, copies: int, rate: DeviceRa
 def _list_products(spec: RunSpec) -> Iterator[_Product]:
     """Yield the matrix products of one layer in forward: of attention's projections, and of the MLP or the experts.
 
-    The products of a Mamba-2 mixer, or of the projection of multi-token prediction, replace those that the layer lacks.
+    For a Mamba-2 mixer, only the products of the mixer are yielded. The block that begins a layer of multi-token
+    prediction has one product more, which joins its two inputs.
     """
     shape, tensor = spec.shape, spec.parallelism.tensor
     tokens, hidden = spec.micro_batch_tokens, shape.hidden
@@ -541,13 +545,13 @@ def _list_latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_P
 def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, int]:
     """Return the bytes that are moved to quantise the operands of products, in forward and in backward.
 
-    Without an fp8 recipe both numbers are 0. An operand is read in two bytes per element. It is written twice: as it
-    is, and transposed for the weight's gradient (Transformer Engine, `cast_transpose`). Some recipes compute the scale
-    from the maximum of the tensor (`Float8CurrentScaling`, and NVFP4: arXiv:2509.25149 §4.1). They read the operand a
-    second time. Under `Float8CurrentScaling` a norm computes the maximum of its output, which saves this reading
-    (TransformerEngine#2013). If the scale is known before (`DelayedScaling`), a norm writes its output quantised, so
-    that it only has to be transposed. Fused experts quantise the tensors between their products inside their kernels,
-    which adds no bytes.
+    Without an fp8 recipe both numbers are 0. Each operand is read with two bytes per element. It is written twice: as
+    it is, and transposed for the weight's gradient (Transformer Engine, `cast_transpose`). Some recipes compute the
+    scale from the maximum of the tensor (`Float8CurrentScaling`, and NVFP4: arXiv:2509.25149 §4.1). They read the
+    operand a second time. Under `Float8CurrentScaling` a norm computes the maximum of its output, which saves this
+    reading (TransformerEngine#2013). If the scale is known before (`DelayedScaling`), a norm writes its output
+    quantised, so that it only has to be transposed. Fused experts quantise the tensors between their products inside
+    their kernels, which adds no bytes.
     """
     fp8_recipe = rate.fp8_recipe
     if not fp8_recipe:

@@ -192,9 +192,9 @@ def message_seconds(spec: RunSpec, cluster: Cluster) -> float:
 def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, float]:
     """Return the time of one micro batch on the slowest stage, and its seconds through all stages.
 
-    If CPU ranks share cores, a waiting stage leaves its cores to the other stages. The time of m micro batches
-    then has two lower bounds: the work of all stages on all cores, and the slowest stage's work plus one pass
-    through the other stages.
+    If CPU ranks share cores, a waiting stage leaves its cores to the other stages, and both results include this. The
+    time of m micro batches then has two lower bounds: the work of all stages on all cores, and the work of the slowest
+    stage plus one pass through the other stages.
     """
     parts, slowest_seconds, all_stages_seconds = slowest_stage(spec, cluster)
     slowest = _add_parts(parts)
@@ -232,9 +232,9 @@ def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float
 
 
 def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[float, float]:
-    """Return the seconds of one micro batch on a pipeline rank, and those after its last backward.
+    """Return two times of a pipeline rank: the seconds per micro batch, and the seconds after its last backward.
 
-    The second number is the time of gradients, updated weights and the optimizer.
+    The second number is the time of communicating gradients and updated weights, and of the optimizer, without overlap.
     """
     single_batch = replace(spec, batch=Batch(1, spec.parallelism.data))
     pieces = _find_stage_pieces(spec, cluster)
@@ -245,9 +245,9 @@ def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[
 
 
 def _find_stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
-    """Return the pieces of all stages with recomputed layers, and with layers that are stored for backward.
+    """Return the times of a model's pieces twice: for layers that are recomputed, and for layers that are not.
 
-    Both are equal unless only some layers are recomputed.
+    Both results are equal unless only some of the layers are recomputed.
     """
     pieces = _compute_pieces(spec.one_layer_per_stage, cluster)
     if not spec.recompute.is_block_method:
@@ -260,8 +260,11 @@ def _list_stage_parts(
 ) -> _Parts:
     """Return the parts of one micro batch on a pipeline rank.
 
-    They are recomputed layers, stored layers, waits for offloaded activations, the embedding on the first stage and
-    the head on the last. `pieces` are those of `_find_stage_pieces`.
+    A part is a number of equal pieces and the time of one piece. Parts are recomputed layers, other layers, waits for
+    offloaded activations, the embedding on the first stage, and the output layer with the loss on the last stage.
+
+    Args:
+        pieces: Result of `_find_stage_pieces`.
     """
     recomputed, stored = pieces
     layers = spec.num_layers_on_stage(pipeline_rank)
@@ -309,7 +312,7 @@ def exposed_seconds(seconds: float, compute_seconds: float, contention: float) -
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Times of the pieces from which the stages of a model are made, per micro batch."""
+    """Times per micro batch of the pieces of a model: a layer, the embedding, and the output layer with the loss."""
 
     layer: MicroBatchSeconds
     dense: MicroBatchSeconds
@@ -412,7 +415,7 @@ def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, Lay
 
 
 class _LayerCallSeconds(NamedTuple):
-    """Seconds of a layer's collectives, without those of context parallelism."""
+    """Seconds of a layer's collectives and launches. Context parallelism is not included."""
 
     tensor_parallel: float
     """Exposed tensor-parallel communication."""

@@ -27,7 +27,7 @@ class NoPeakError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRates:
-    """Achieved rates of one device in one dtype. Rates compare by identity."""
+    """Rates that one device achieves in one dtype. Objects compare by identity."""
 
     flops: float
     quantised_flops: float

@@ -95,10 +95,10 @@ def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
 
 
 def _routing_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
-    """Return the bytes of memory traffic of the routing in one layer, of the forward and of the backward pass.
+    """Return the bytes that routing moves in one layer per micro batch, in forward and in backward.
 
-    Routing computes the router's scores and permutes tokens to their experts and back. Depending on the kernels it
-    also sorts tokens by local expert and adds the experts' biases. Both numbers are 0 for a dense model.
+    Routing computes the router's scores, and permutes tokens to their experts and back. With some kernels it also sorts
+    tokens by local expert and adds the experts' biases. Both numbers are 0 for a dense model.
     """
     shape, execution = spec.shape, rate.execution
     if not shape.experts:
@@ -249,11 +249,10 @@ def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
 def _attention_input_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     """Return the bytes that a rank moves between a layer's projections and attention, in forward and in backward.
 
-    The bytes are for one micro batch. Rotary positions move bytes. So does splitting one tensor into queries,
-    keys and values, and joining their gradients (`attention.py: get_query_key_value_tensors`). Both numbers are
-    0 for a layer without attention. The result is also 0 with Transformer Engine if the model has learned
-    positions and as many query groups as heads. Its attention then takes queries, keys and values as one
-    tensor.
+    The bytes are for one micro batch. Two steps move bytes: rotary positions, and the split of one tensor into queries,
+    keys and values, whose gradients are joined in backward (`attention.py: get_query_key_value_tensors`). Both numbers
+    are 0 for a layer without attention. They are also 0 with Transformer Engine if the model has learned positions and
+    as many query groups as heads, because attention then takes queries, keys and values as one tensor.
     """
     shape = spec.shape
     is_rotary = not shape.positions
@@ -283,8 +282,9 @@ def context_bytes(spec: RunSpec) -> tuple[int, int]:
     algorithm:
 
     - Ring: K and V are copied into one buffer. The result of the first step is read and written. A further step
-      computes half of the queries or half of the keys. Its result is added to the sum, which moves three quarters of
-    the bytes. - All-gather: K and V are put into order after each gather, once in forward and twice in backward.
+      computes half of the queries or half of the keys. To add its result to the sum, three quarters of a full result
+      are read twice and written once.
+    - All-gather: the gathered K and V are put into order, once in forward and twice in backward.
     - All-to-all: Q, K, V and the output are reordered before and after they are sent.
     """
     parallelism, shape = spec.parallelism, spec.shape
@@ -305,11 +305,11 @@ def context_bytes(spec: RunSpec) -> tuple[int, int]:
 def _scan_bytes(spec: RunSpec) -> tuple[int, int]:
     """Return the bytes that a Mamba-2 mixer moves outside its matrix products, in forward and in backward.
 
-    Both numbers are 0 for other layers. Counted are the convolution, the fp32 states between the scan's kernels, the
-    operands of these kernels, and the gated norm. Backward recomputes the convolution and the states, and moves twice
-    as much for their gradients. The kernels of the scan are those of mamba_ssm (`ssd_combined.py`). In forward they
-    move a tensor of the mixer's width four times, in backward twelve times. The gated norm moves it three and six
-    times.
+    Both numbers are 0 for other layers. The bytes are those of the convolution, of the fp32 states between the scan's
+    kernels, of the operands of these kernels, and of the gated norm. Backward recomputes the convolution and the
+    states, and moves twice as much for their gradients. The kernels of the scan are those of mamba_ssm
+    (`ssd_combined.py`). They move a tensor of the mixer's width four times in forward and twelve times in backward. The
+    gated norm moves such a tensor three times in forward and six times in backward.
     """
     mamba, tensor = spec.shape.mamba, spec.parallelism.tensor
     if spec.shape.blocks != MAMBA or mamba is None:
