@@ -215,8 +215,8 @@ def sample_documents() -> list[str]:
 def write_sample(path: Path, unique: bool = False) -> None:
     """Write the documents of `sample_documents` to a file of JSON lines.
 
-    With `unique`, a paragraph that occurs in several topics is written once. A file that has the same content already
-    is not touched.
+    With `unique`, a paragraph that occurs in several topics is written once. A file that already has this content is
+    not touched.
     """
     documents = sample_documents()
     chosen = dict.fromkeys(documents) if unique else documents

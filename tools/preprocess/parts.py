@@ -70,7 +70,7 @@ def write_parts(
 def _write_part(
     folder: Path, blocks: Iterator[tuple[Position, Encoded]], identity: RunIdentity, engine: str
 ) -> Position:
-    """Write blocks until the part is full or no blocks are left; return the position at which it ends."""
+    """Write blocks until the part is full or no blocks are left. Return the position at which the part ends."""
     end, size = START, 0
     problems: Counter[str] = Counter()
     with ExitStack() as stack:

@@ -215,7 +215,7 @@ def _claim_folder(file: Path, identity: RunIdentity) -> None:
 
 
 def _find_completed(prefixes: list[Path], identity: RunIdentity) -> list[Dataset]:
-    """Return the data sets of an earlier run with the same identity that was completed.
+    """Return the data sets of an earlier run that has the same identity and was completed.
 
     The list is empty if none of the files exists.
 
@@ -242,7 +242,7 @@ def _find_completed(prefixes: list[Path], identity: RunIdentity) -> list[Dataset
 
 
 def find_difference(ours: RunIdentity, theirs: RunIdentity) -> str | None:
-    """Return the first difference of two identities, as `NAME was OLD, now NEW`; None if they are equal.
+    """Return the first difference of two identities, as `NAME was OLD, now NEW`, or None if they are equal.
 
     Args:
         ours: The new identity.

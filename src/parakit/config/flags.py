@@ -38,9 +38,10 @@ def format_flags(flags: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
-    """Join groups of flags. If a flag occurs several times, only the last one stays, with its values.
+    """Join groups of flags into one list. If a flag occurs several times, only its last occurrence stays, with its
+    values.
 
-    argparse takes the last one too, so the shorter command means the same.
+    Megatron's parser (argparse) also takes the last occurrence, so dropping the others changes nothing.
     """
     merged: dict[str, list[str]] = {}
     for arguments in groups:

@@ -474,8 +474,10 @@ class RunSpec:
         return tuple(specs)
 
     def _build_even_spec(self, layers: int, recomputed: int) -> RunSpec:
-        """Return a run with `layers` layers of one kind on every stage, of which `recomputed` are
-        recomputed.
+        """Return a run with `layers` layers of one kind on every stage.
+
+        If the method of recomputation is `block`, `recomputed` of these layers are recomputed. Otherwise the number
+        is ignored.
         """
         total_layers = layers * self.parallelism.pipeline
         shape = replace(self.shape, layers=total_layers, mtp_layers=0, dense_layers=())
@@ -566,7 +568,7 @@ def spec_from_flags(
     """Return the run that Megatron trains with these flags on `devices` ranks.
 
     Args:
-        arguments: All flags, those of the model included.
+        arguments: All flags, including the flags of the model.
         devices: Number of ranks.
         device: Kind of the devices. On CPU, Megatron runs its own layers without Transformer Engine.
         model: Name of the model, for error sentences and for the result.

@@ -286,8 +286,7 @@ def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Paralleli
     Args:
         text: The strategy's name.
         devices: Number of ranks, which must be the product of the degrees.
-        expert_tensor: The ETP that Megatron's flag states, for a name without `-etp`; 0 if no flag
-            states it.
+        expert_tensor: ETP for a name without `-etp`, from Megatron's flag. 0 means that no flag states it.
 
     Raises:
         StrategyError: The name has an unknown word or a repeated dimension, or its degrees do not multiply to
@@ -334,10 +333,9 @@ def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
 
     Args:
         text: The strategy's name.
-        otherwise: Number of available ranks. It is the result if the name leaves the number of ranks
-            open: `zero1` has no degrees, and EP may lie inside CP or TP.
-        expert_tensor: The ETP that Megatron's flag states, for a name without `-etp`; 0 if no flag
-            states it.
+        otherwise: Number of available ranks. It is the result if the name leaves the number of ranks open: `zero1`
+            has no degrees, and EP may be spread over the ranks of CP or TP.
+        expert_tensor: ETP for a name without `-etp`, from Megatron's flag. 0 means that no flag states it.
 
     Raises:
         StrategyError: The name is not in the grammar.

@@ -379,7 +379,7 @@ def keeps_quantised_weights(spec: RunSpec) -> bool:
 
 
 def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, unquantised_bytes: int) -> int:
-    """Return the bytes of quantised linear weights, minus those of weights that they replace.
+    """Return the bytes of quantised linear weights, minus the bytes of the weights that they replace.
 
     During an iteration each module stores two quantised copies of its weights: row by row for forward, and
     transposed for backward. Biases are counted too. The quantised copies are stored in addition to weights of
@@ -464,8 +464,9 @@ def find_peak_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
 
 
 def find_peak_rank_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
-    """Return the pipeline rank with the peak memory, and its memory; None if a rank exceeds `limit`
-    bytes.
+    """Return the pipeline rank with the peak memory, and its memory.
+
+    The result is None if the memory of any rank exceeds `limit` bytes.
     """
     memory_by_rank = {}
     for rank in distinct_ranks(spec):

@@ -316,7 +316,7 @@ def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIn
     """Write one `.idx` for all pieces in order, in bounded memory, and flush the file to the disk.
 
     Args:
-        path: The `.idx` file; an existing file is overwritten.
+        path: The `.idx` file. An existing file is overwritten.
         dtype: Type of the token ids in the `.bin`, such as `uint16`.
         pieces: Function that returns the pieces. It is called several times and must return the same
             pieces each time.
@@ -388,7 +388,7 @@ def _advise_how_to_make(prefix: Path) -> str:
 
 
 def read_manifest(prefix: Path) -> Manifest | None:
-    """Read `PREFIX.manifest.json`; return None if the file does not exist.
+    """Read `PREFIX.manifest.json`, and return its content, or None if the file does not exist.
 
     Raises:
         DatasetError: The file exists but is not a manifest.
@@ -420,7 +420,7 @@ def write_manifest(
         engine: Program that encoded the text.
         problems: Number of documents by kind of problem.
         identity: Input files and settings of the tokenization.
-        shards: Size and hash of all shards of the `.bin` in order; at least one.
+        shards: Size and hash of all shards of the `.bin` in order. There must be at least one.
     """
     dataset = open_dataset(prefix)
     # The hash of a shard covers the `.bin` from its first byte to the shard's end, so the last shard's hash

@@ -213,7 +213,7 @@ def count_draws(
         split: Weights of the parts, such as `949,50,1`.
         seq_length: Tokens per sample.
         samples: Requested training samples: iterations times the global batch size.
-        evaluation_samples: Requested validation samples, then test samples; 0 if missing.
+        evaluation_samples: Requested validation samples, and then requested test samples. A missing number is 0.
 
     Raises:
         DatasetError: `split` has no weights, too many weights or only zeros.

@@ -114,9 +114,9 @@ def list_submeshes(devices: int, per_node: int) -> list[int]:
 def find_best_stages(
     units: int, meshes: list[int], devices: int, count: int, capacity: int, costs: Costs
 ) -> _Stages | None:
-    """Return the least seconds per iteration, and the stages that reach it; None if nothing fits.
+    """Return the least seconds per iteration, and the stages that reach this time. The result is None if nothing fits.
 
-    The function solves the dynamic program once per bound on the slowest stage, from the lowest bound up.
+    The function solves the dynamic program once per bound on the slowest stage, beginning with the lowest bound.
 
     Args:
         units: Number of units of the model, in order.
@@ -198,7 +198,7 @@ def _solve_within_bound(
 
 
 def run_alpa(request: Request) -> AlpaPlan | None:
-    """Return the fastest plan of Alpa's method over all numbers of micro batches; None if nothing fits.
+    """Return the fastest plan of Alpa's method over all numbers of micro batches. The result is None if nothing fits.
 
     Raises:
         ValueError: The cluster has more than `MOST_DEVICES` devices.

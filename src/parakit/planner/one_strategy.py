@@ -215,7 +215,7 @@ def encode_timed_strategy(
 
     Args:
         timed: The strategy that STRATEGY= names.
-        other: The strategy with the changes of WHAT_IF=, which is included; None without WHAT_IF=.
+        other: The strategy with the changes of WHAT_IF=, or None without WHAT_IF=. Its prediction is included.
     """
     return {
         "model": timed.request.model.name,

@@ -43,9 +43,9 @@ def predict_recorded_run(
         own_measurements: File of the user's own measurements. The row of this run is not used.
 
     Returns:
-        The prediction and its expected error. The result is None if the planner cannot predict the run. This is the
-        case if a log describes the run incompletely, if the run has linear attention, if its device has no rate for
-        its dtype, or if it ran on CPU ranks of a machine that was never calibrated.
+        The prediction and its expected error, or None if the planner cannot predict the run. The planner cannot
+        predict a run that a log describes incompletely, or a run with linear attention. It needs a device with a rate
+        for the run's dtype. For CPU ranks, it needs a machine that was calibrated.
 
     Raises:
         MeasurementsError: The file of the user's own measurements is no table.

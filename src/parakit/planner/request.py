@@ -264,8 +264,8 @@ def replace_sequence_length(spec: RunSpec, seq_length: int | None) -> RunSpec:
 def resolve_device_counts(options: PlanOptions, domain: int) -> tuple[int, int]:
     """Return the number of devices, and the number of devices per node.
 
-    They follow from those of the options GPUS, NODES and GPUS_PER_NODE that are set. By default a node has `domain`
-    devices, as many as an NVLink domain. Without GPUS and NODES there is one node, with GPUS_PER_NODE devices or one.
+    Both numbers follow from the options GPUS, NODES and GPUS_PER_NODE. By default a node has `domain` devices, as many
+    as an NVLink domain. Without GPUS and NODES there is one node, with GPUS_PER_NODE devices or with one device.
 
     Raises:
         RequestError: The numbers contradict one another, are below 1, or exceed `MOST_DEVICES`.

@@ -476,7 +476,9 @@ def _least_seconds_after_work(cluster: Cluster, plain: RunSpec) -> float:
 def _apply_first_fitting_recompute(
     request: Request, plain: RunSpec, recomputes: Sequence[Recompute]
 ) -> RunSpec | None:
-    """Return `plain` with the first of `recomputes` with which the run can fit; None if it cannot fit.
+    """Return the run `plain` with the first of `recomputes` with which it can fit into memory.
+
+    The result is None if the run fits with none of them.
 
     Args:
         recomputes: Recomputations in the order of falling memory and rising time.

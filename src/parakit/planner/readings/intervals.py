@@ -271,7 +271,7 @@ def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) ->
     Args:
         spec: The run.
         cluster: Cluster of the run.
-        seconds: Predicted seconds per iteration; None for a prediction of memory.
+        seconds: Predicted seconds per iteration, or None for a prediction of memory.
     """
     shape, execution, device = spec.shape, cluster.execution, cluster.device
     layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"

@@ -60,7 +60,8 @@ def write_residuals_page(folder: Path) -> Path:
 
 
 def _write_html(residuals: Residuals, folder: Path) -> Path:
-    """Write `residuals.html`, a page with all measurements and predictions, into a folder; return its path."""
+    """Write `residuals.html`, a page with all measurements and predictions, into a folder. Return the path of the
+    page."""
     from markupsafe import Markup
 
     page = folder / "residuals.html"

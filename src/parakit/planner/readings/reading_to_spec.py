@@ -249,8 +249,8 @@ def _build_cluster(
     Args:
         gpu: Name of the GPU as the source writes it.
         gpus: Number of GPUs.
-        network: Bandwidth between nodes in GB per second; None takes the GPU's usual network.
-        per_node: GPUs per node; None takes the GPU's usual number.
+        network: Bandwidth between nodes in GB per second. None means the GPU's usual network.
+        per_node: GPUs per node. None means the GPU's usual number.
         execution: How the run is executed.
 
     Raises:

@@ -72,7 +72,9 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """Cluster of `devices` identical devices, of which `per_node` are in each node. Clusters compare by identity."""
+    """Cluster of `devices` identical devices with `per_node` devices per node. Two clusters are equal only if they are
+    one object.
+    """
 
     device: Device
     devices: int

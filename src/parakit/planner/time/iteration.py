@@ -209,8 +209,7 @@ def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float
     """Return three results: the parts of the slowest stage, its seconds per micro batch, and the seconds in which one
     micro batch passes through all stages.
 
-    If CPU ranks share cores, both seconds include the sharing. The parts are those of a rank that does not share its
-    cores.
+    If CPU ranks share cores, both seconds include the sharing. The times of the parts do not include it.
     """
     pipeline, pieces = spec.parallelism.pipeline, _find_stage_pieces(spec, cluster)
     # Identical stages are computed once: the first, the last, and the distinct ones of the middle.
@@ -503,9 +502,9 @@ def synchronisation_seconds(
 ) -> tuple[float, float]:
     """Return two times per iteration: the exposed communication of gradients and weights, and the optimizer's update.
 
-    Both are those of the pipeline rank with the slowest update. If the run overlaps this communication, gradients move
-    during the last backward and weights during the first forward. One bucket of each is always exposed. Both times are
-    0 for frozen weights.
+    Both times are of the pipeline rank with the slowest update. If the run overlaps this communication, gradients move
+    during the last backward and weights during the first forward. One bucket of gradients and one of weights are always
+    exposed. Both times are 0 for frozen weights.
 
     Args:
         spec: The run.
@@ -557,9 +556,10 @@ class _UpdateSeconds(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _find_slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, _UpdateSeconds]:
-    """Return the fraction of a rank's gradients in one bucket, and the times after the last backward.
+    """Return two results: the fraction of a rank's gradients that one bucket holds, and the times after the last
+    backward.
 
-    The times are those of the pipeline rank with the largest sum.
+    The times are of the pipeline rank for which their sum is largest.
     """
     ranks = spec.parallelism.data * spec.parallelism.context
     bucket_elements = max(_BUCKET_ELEMENTS, 1_000_000 * ranks)

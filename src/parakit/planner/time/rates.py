@@ -27,7 +27,7 @@ class NoPeakError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRates:
-    """Rates that one device achieves in one dtype. Objects compare by identity."""
+    """Rates that one device achieves in one dtype. Two objects are equal only if they are one object."""
 
     flops: float
     quantised_flops: float
