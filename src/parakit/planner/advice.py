@@ -378,8 +378,9 @@ def _round_bytes(size_bytes: float) -> str:
 
 
 def one_device_sentence(request: Request, winner: Candidate) -> str:
-    """Return sentences that say if one device is enough for the same training, and how much faster all devices
-    are.
+    """Return sentences that say if one device is enough for the same training.
+
+    If one device is enough, a second sentence says how many times as fast all devices are.
     """
     unsplit = replace(request.template, parallelism=Parallelism())
     single = replace(request, cluster=replace(request.cluster, devices=1), template=unsplit)

@@ -98,8 +98,9 @@ def _answer_one_kind(plan: Plan, winner: Candidate) -> str:
 def _name_family_to_avoid(
     winner: Candidate, best_by_family: dict[StrategyFamily, Candidate]
 ) -> str:
-    """Return a sentence with the kinds of parallelism that do not fit alone. If all fit, it names the slowest
-    kind.
+    """Return a sentence with the kinds of parallelism that do not fit alone.
+
+    If all kinds fit, the sentence has the slowest kind and how much longer it takes than the winner.
     """
     too_large = [
         f"{family} alone ({gib(best.memory.total, 0)} GiB per device)"

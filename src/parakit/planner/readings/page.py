@@ -60,8 +60,10 @@ def write_residuals_page(folder: Path) -> Path:
 
 
 def _write_html(residuals: Residuals, folder: Path) -> Path:
-    """Write `residuals.html`, a page with all measurements and predictions, into a folder. Return the path of the
-    page."""
+    """Write `residuals.html`, a page with all measurements and predictions, into a folder.
+
+    Return the path of the page.
+    """
     from markupsafe import Markup
 
     page = folder / "residuals.html"

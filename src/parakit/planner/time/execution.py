@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Execution:
-    """Options of a run that change its time and not its losses, such as overlapped communication.
+    """Options of a run that the time model needs in addition to the run's spec, such as overlapped communication.
 
-    The defaults are those of Megatron without further flags, as in the six runs that the kit has published.
+    The defaults are Megatron's defaults without further flags, as in the six runs that the kit has published.
     """
 
     overlap_gradients: bool = False
