@@ -559,9 +559,9 @@ def estimate_training_days(plan: Plan, tokens: float) -> float | None:
 def compare_with_fewest_devices(plan: Plan) -> Scaling | None:
     """Compare a plan's winner with the best strategy on the fewest devices that hold the model.
 
-    The numbers of devices that are tried are powers of two. The efficiency is the winner's tokens per second and
-    device, divided by those on the fewest devices. It is 1 if no smaller number of devices holds the model. The result
-    is None if the plan has no winner.
+    Powers of two are tried as numbers of devices. The efficiency is the winner's tokens per second per device, divided
+    by the tokens per second per device on the fewest devices. It is 1 if no smaller number of devices holds the model.
+    The result is None if the plan has no winner.
     """
     if plan.winner is None:
         return None

@@ -207,9 +207,10 @@ def single_micro_batch_sentence(candidates: Sequence[Candidate]) -> str:
 
 
 def _training_sentence(devices: int, days: float, scaled: Scaling | None) -> str:
-    """Return a sentence with the days of training, and a comparison with the fewest devices that hold the model.
+    """Return a sentence with the days of training.
 
-    The comparison is left out if `scaled` is None.
+    If `scaled` is known, the sentence also compares the speed per device with the speed on the fewest devices that hold
+    the model.
     """
     if scaled is None:
         return f"Training takes {days:,.1f} days."

@@ -51,7 +51,7 @@ def find_planned_model(text: str) -> Model:
 def published_model_names() -> tuple[str, ...]:
     """Return the names of the entries of `models.yaml` that define a model, or state why it cannot be planned.
 
-    A name is left out if `model_facts` finds another entry for it.
+    A name is left out if `model_facts` finds the entry of another name for it.
     """
     sizes = ({"layers", "hidden", "heads"}, {"blocks"}, {"refused"})
     return tuple(

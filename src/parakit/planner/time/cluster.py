@@ -138,8 +138,9 @@ def find_route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Rout
 
     Ranks have Megatron's order tp-cp-ep-dp-pp, with TP innermost. A group inside a node uses the link of the node. A
     group across nodes uses network ports: k ranks in a node have the bandwidth of k ports, or of their fraction of the
-    node's ports. The bandwidth never exceeds that of the node's link. Oversubscription divides the bandwidth of a port,
-    because all groups together use all ports.
+    node's ports. Pipeline stages and tied embeddings communicate over one port only. The bandwidth never exceeds the
+    bandwidth of the node's link. Oversubscription divides the bandwidth of a port, because all groups together use all
+    ports.
     """
     stride, ranks = stride_and_ranks(parallelism, group)
     ranks_per_node = min(ranks, max(1, cluster.per_node // stride))

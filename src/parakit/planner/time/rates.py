@@ -155,7 +155,7 @@ def compute_device_rates(
 
 
 def _quantised_peak_flops(device: Device, fp8_recipe: Fp8Recipe) -> float:
-    """Return a device's peak FLOP/s in the type of an fp8 recipe: NVFP4 for that recipe, else FP8.
+    """Return a device's peak FLOP/s in the type of a recipe: the NVFP4 peak for the recipe NVFP4, else the FP8 peak.
 
     Raises:
         NoPeakError: The datasheet has no such rate.
