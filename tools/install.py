@@ -44,7 +44,11 @@ UV_VARIABLES = {
 
 
 def main(files: Sequence[str]) -> int:
-    """Install the packages that the files name; return the exit code of uv or pip."""
+    """Install the packages that the requirement files name, and return the exit code of uv or pip.
+
+    Without uv, pip installs. With `--settings`, pip's settings are printed instead. With `--beside`, `install_beside`
+    is called with the other arguments.
+    """
     if files[0] == "--settings":
         print(json.dumps(pip_settings()))
         return 0
@@ -64,14 +68,15 @@ def main(files: Sequence[str]) -> int:
 
 
 def install_beside(constraints: str, asked: str, lock: str) -> int:
-    """Install the packages that are missing; return uv's exit code.
+    """Install the packages of a requirement file that are missing, and return the exit code of uv.
 
-    Installed packages stay if they meet the requirements.
+    Nothing is installed if all requirements are met already. Without uv, a message is printed on stderr and 1 is
+    returned.
 
     Args:
         constraints: File of versions that must not change.
         asked: Requirement file of the packages.
-        lock: Requirement file with the preferred versions.
+        lock: Requirement file with the preferred versions. Packages that get another version are printed.
     """
     uv, reason = find_uv()
     if uv is None:
@@ -117,9 +122,10 @@ def without_cuda(packages: Iterable[str]) -> list[str]:
 
 
 def torch_for_cpus_fits() -> bool:
-    """Return True if torch's build for CPUs fits: Linux on x86-64, without a GPU and without Slurm.
+    """Return True if torch's build for CPUs can be installed: on Linux on x86-64, without a GPU and without Slurm.
 
-    On a cluster's login node, the environment is for nodes that may have GPUs.
+    Slurm means that this machine is the login node of a cluster. Its environment also serves nodes that may have
+    GPUs.
     """
     return (
         (platform.system(), platform.machine()) == ("Linux", "x86_64")
@@ -130,7 +136,10 @@ def torch_for_cpus_fits() -> bool:
 
 
 def find_uv() -> tuple[Path | None, str]:
-    """Return the uv to use, or None and the reason why there is none; the pinned uv is installed if needed."""
+    """Return the path of uv and an empty text, or None and the reason why uv cannot be used.
+
+    If no uv is found, the pinned version is installed with pip.
+    """
     if os.environ.get("INSTALLER") == "pip":
         return None, "INSTALLER=pip"
     installed = Path(sysconfig.get_path("scripts"), "uv")
@@ -158,7 +167,7 @@ def requirement_file(packages: Sequence[str]) -> Iterator[str]:
 
 
 def runs(uv: Path) -> bool:
-    """Return True if uv exists, starts (a shim may not), and is new enough to know `UV_VARIABLES`."""
+    """Return True if this uv exists, starts, and is at least version 0.7, which knows `UV_VARIABLES`."""
     try:
         answer = subprocess.run((uv, "--version"), capture_output=True, text=True, check=False)
     except OSError:
@@ -199,7 +208,15 @@ class Installer:
         return not answer.returncode
 
     def resolved(self, asked: str, constraints: str, preferred: Sequence[str]) -> list[str]:
-        """Return the packages and all that they need, in the preferred versions where possible; exit if uv fails."""
+        """Return the pinned requirements for the packages and all their dependencies.
+
+        Preferred versions are taken where possible. If uv fails, the process exits with the exit code of uv.
+
+        Args:
+            asked: Requirement file of the packages.
+            constraints: File of versions that must not change.
+            preferred: Requirements with the preferred versions.
+        """
         with requirement_file(preferred) as file:
             command = [*self.command]
             command[command.index("install")] = "compile"
@@ -213,9 +230,9 @@ class Installer:
             return packages_of(Path(file).read_text())
 
     def install(self, packages: Sequence[str]) -> int:
-        """Install the packages with their hashes checked; return the exit code.
+        """Install the packages without their dependencies, check their hashes, and return the exit code.
 
-        The installer's output goes to the terminal.
+        The installer's output goes to the terminal. The exit code after Ctrl-C is 130.
         """
         # Without a terminal uv prints every package at each step: these lines are left out.
         filtered = self.uv is not None and not sys.stderr.isatty()
@@ -240,7 +257,11 @@ class Installer:
 
 
 def pip_settings() -> dict[str, str]:
-    """Return pip's settings by name; variables count before the section `install`, and that before `global`."""
+    """Return pip's settings by name.
+
+    If a setting is stated several times, environment variables win over the section `install`, and this section wins
+    over `global`.
+    """
     command = (*PIP, "config", "list")
     answer = subprocess.run(command, capture_output=True, text=True, check=False)
     settings: dict[str, str] = {}
@@ -253,10 +274,11 @@ def pip_settings() -> dict[str, str]:
 
 
 def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for uv: pip's settings as uv's variables, except variables that the user has set.
+    """Return the environment variables for uv: those of `environment`, and pip's settings as variables of uv.
 
-    By default uv takes a package from the first index that has its name, and pip from any index. Here uv does as pip
-    does, because the hashes show that a package is the right one.
+    Variables in `environment` win over pip's settings. By default uv takes a package from the first index that has its
+    name, and pip takes it from any index. The variables make uv do as pip does. This is safe, because hashes are
+    checked.
     """
     variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     for name, (variable, separator) in UV_VARIABLES.items():

@@ -7,7 +7,7 @@ COMMANDS = {"plan": "parakit plan", "report": "parakit report", "cli": "parakit"
 
 
 def refuse(module: str) -> NoReturn:
-    """Print which command replaces `python -m tools.MODULE`, and exit with 2."""
+    """Print the command that replaces `python -m tools.MODULE` on stderr, and exit with 2."""
     command = COMMANDS[module]
     print(
         f"'python -m tools.{module}' is '{command}' now: .venv/bin/python -m {command} …",

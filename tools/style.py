@@ -64,7 +64,14 @@ class StyleFinding(NamedTuple):
 
 
 def find_in_file(name: str, text: str) -> Iterator[StyleFinding]:
-    """Yield the findings in one Python file. Tests may have short docstrings and any function name."""
+    """Yield the findings in one Python file.
+
+    In tests, docstrings and function names are not checked.
+
+    Args:
+        name: Path of the file. A file below `tests/` is a test.
+        text: Content of the file.
+    """
     is_test = name.startswith("tests/")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -82,7 +89,10 @@ def find_in_file(name: str, text: str) -> Iterator[StyleFinding]:
 def _find_in_docstring(
     name: str, node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 ) -> Iterator[StyleFinding]:
-    """Yield the finding in a docstring, if there is one: its first word, or its length."""
+    """Yield a finding if a docstring starts with a forbidden word, or has at most three words.
+
+    A missing docstring gives no finding.
+    """
     docstring = (ast.get_docstring(node) or "").split()
     if not docstring:
         return
@@ -94,7 +104,7 @@ def _find_in_docstring(
 
 
 def find_shared_classes(texts: dict[str, str]) -> Iterator[StyleFinding]:
-    """Yield each public class name that several files define, tests left out.
+    """Yield a finding for each public class name that several files define. Tests are ignored.
 
     Args:
         texts: Text of each file by the file's name.
@@ -112,7 +122,7 @@ def find_shared_classes(texts: dict[str, str]) -> Iterator[StyleFinding]:
 
 
 def read_sources(paths: Sequence[str] = ()) -> dict[str, str]:
-    """Return the text of the Python files under version control by their path.
+    """Return the texts of the Python files under version control, by path.
 
     With `paths`, only files whose path begins with one of them are read. Patches in docs/ are left out, because they
     have the names of the functions that they replace.
@@ -131,9 +141,9 @@ def count_findings(findings: Sequence[StyleFinding]) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the findings of rules whose count rose; return 1 if one did.
+    """Print the findings of each rule whose count rose above the stored count, and return 1 if there is such a rule.
 
-    With paths, all findings in these files are printed, and 0 is returned.
+    With paths, all findings in these files are printed, and 0 is returned. With `--update`, lower counts are stored.
     """
     paths = [argument for argument in arguments if not argument.startswith("--")]
     texts = read_sources(paths)

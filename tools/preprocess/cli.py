@@ -60,7 +60,10 @@ _UPSTREAM = {
 
 
 def main(arguments: Sequence[str], program: str = PROGRAM) -> int:
-    """Run a command, or without one make data sets from `--input`; return the exit status."""
+    """Run a command of the command line and return its exit status. Without a command, `run` is run.
+
+    Errors are printed on stderr and give 1. Ctrl-C gives INTERRUPTED.
+    """
     argv = list(arguments)
     if not argv or argv[0] not in (*_COMMANDS, "-h", "--help"):
         argv.insert(0, "run")
@@ -82,7 +85,7 @@ def main(arguments: Sequence[str], program: str = PROGRAM) -> int:
 
 
 def command_line(program: str = PROGRAM) -> argparse.ArgumentParser:
-    """Return the parser of the command line, also for completion."""
+    """Return the parser of the command line. The completion of the shell uses the parser too."""
     parser = argparse.ArgumentParser(
         prog=program,
         description="Text to Megatron's data sets. Without a command: run.",
@@ -101,15 +104,15 @@ def command_line(program: str = PROGRAM) -> argparse.ArgumentParser:
 
 
 def _number(flag: str, least: int, unit: float = 1) -> Callable[[str], int]:
-    """Return a function that reads the value of a flag.
+    """Return a function that parses the number of a flag from text.
+
+    The function multiplies the number by `unit` and rounds it. It raises DatasetError for a negative number, and for 0
+    if `least` is 1.
 
     Args:
         flag: Name of the flag, for error messages.
-        least: Smallest value, 0 or 1.
+        least: Smallest allowed value, 0 or 1.
         unit: Number by which the value is multiplied.
-
-    Returns:
-        A function that raises DatasetError for a value that is too small.
     """
 
     def read(text: str) -> int:
@@ -127,7 +130,7 @@ def _summary(dataset: Dataset) -> str:
 
 
 def _add_run_flags(add: Add) -> None:
-    """Add the flags of `run`; the `dest` of each is a field of `PreprocessOptions`."""
+    """Add the flags of `run` to a parser. The `dest` of each flag is a field of `PreprocessOptions`."""
     files = "files (JSON lines, plain, .gz or .zst; parquet; .txt), folders, globs, or hub:NAME"
     add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=files)
     add("--output-prefix", type=Path, required=True, help="writes PREFIX_KEY_document.bin/.idx")
@@ -202,17 +205,18 @@ def _sample(flags: Flags) -> int:
 def sample_documents() -> list[str]:
     """Return the paragraphs of Python's help, topic by topic in alphabetical order.
 
-    Each paragraph is a document, so that there are enough of them: the published split gives one document in a
-    thousand to the test set, and Megatron searches endlessly for the tokens of a set without documents.
+    Each paragraph is a document, so that there are more than a thousand documents. The published split gives one
+    document in a thousand to the test set, and Megatron never ends if the test set has no documents.
     """
     paragraphs = (part for name in sorted(topics) for part in topics[name].split("\n\n"))
     return [paragraph for paragraph in paragraphs if paragraph.strip()]
 
 
 def write_sample(path: Path, unique: bool = False) -> None:
-    """Write the sample as JSON lines; with `unique`, paragraphs that several topics quote appear once.
+    """Write the documents of `sample_documents` to a file of JSON lines.
 
-    A file with the same content is left untouched.
+    With `unique`, a paragraph that occurs in several topics is written once. A file that already has this content is
+    not touched.
     """
     documents = sample_documents()
     chosen = dict.fromkeys(documents) if unique else documents

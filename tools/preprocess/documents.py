@@ -20,7 +20,7 @@ Text = str | list[str]
 
 
 class ProblemKind(StrEnum):
-    """Kind of a problem with a document; the values appear in messages and manifests."""
+    """Kind of a problem with a document or an input. The values appear in messages and manifests."""
 
     BROKEN_JSON = "broken JSON line"
     MISSING_KEY = "missing key"
@@ -73,10 +73,13 @@ class Parser:
         self._texts = msgspec.structs.astuple
 
     def parse(self, content: object) -> list[Row]:
-        """Return a row per line of JSON, or per row of a table; a block that is a problem gives one row.
+        """Return one row per line of JSON, or per row of a table.
+
+        A row has the texts of the parser's keys. For a line that cannot be used, the row is a Problem.
 
         Args:
-            content: `Block.content`.
+            content: `Block.content`: lines of JSON, columns of a table, or a Problem, which is returned as the only
+                row.
         """
         if isinstance(content, Problem):
             return [content]
@@ -101,7 +104,7 @@ class Parser:
         return [self._parse_line(line) for line in data.removesuffix(b"\n").split(b"\n")]
 
     def _parse_line(self, line: bytes | bytearray) -> Row:
-        """Return the row of a line of JSON."""
+        """Return the texts of a line of JSON, or a Problem if the line cannot be used."""
         try:
             if not line.isascii():
                 line.decode()  # Raises for invalid UTF-8, which `msgspec` overlooks in keys that it skips.
@@ -111,7 +114,10 @@ class Parser:
             return self._parse_slowly(line)
 
     def _parse_slowly(self, line: bytes | bytearray) -> Row:
-        """Return the row of a line that msgspec refuses, as Python's `json` reads the line."""
+        """Return the row of a line that msgspec refuses.
+
+        Python's `json` reads the line, and may accept it. A line that `json` refuses too gives a Problem.
+        """
         # Windows programs write this mark at the start of a file. It belongs to no document.
         line = line.removeprefix(codecs.BOM_UTF8)
         if not line.strip():
@@ -138,7 +144,7 @@ class Parser:
 
 
 def _check_texts(keys: Sequence[str], row: Mapping[str, Any]) -> Row:
-    """Return the texts of a row in the order of the keys, or the first problem with them."""
+    """Return the texts of a row in the order of the keys, or the first Problem that one of them has."""
     texts: list[Text] = []
     for key in keys:
         if key not in row:

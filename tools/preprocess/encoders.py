@@ -54,7 +54,7 @@ class GigatokenEncoder:
     """Byte-pair encoder of `gigatoken`.
 
     Raises:
-        Exception: gigatoken does not know the tokenizer; it raises errors of several types.
+        Exception: gigatoken does not know the tokenizer. The error may have any type.
     """
 
     name = "gigatoken"
@@ -77,12 +77,12 @@ class GigatokenEncoder:
         return ids, offsets
 
     def _get_native(self, size: int) -> Any:
-        """Return the native tokenizer, replaced by a new one if its cache of words has grown too large.
+        """Return the native tokenizer. If its cache of words has grown too large, load a new one first.
 
-        The cache has no limit: with 160 MB of random words it took 1 GiB.
+        The cache of the native tokenizer has no limit. With 160 MB of random words it took 1 GiB.
 
         Args:
-            size: Characters that will be encoded next.
+            size: Number of characters that will be encoded next.
         """
         with self._lock:
             self._since_load += size
@@ -93,7 +93,7 @@ class GigatokenEncoder:
 
 
 class HuggingFaceEncoder:
-    """Encoder of Hugging Face `tokenizers` for any tokenizer: slower, but the reference."""
+    """Encoder that uses Hugging Face `tokenizers`, for any tokenizer. It is slow, and the reference for others."""
 
     name = "tokenizers"
 
@@ -115,9 +115,9 @@ class HuggingFaceEncoder:
 
 @functools.cache
 def megatrons_own(spec: TokenizerSpec) -> Callable[[str], Ids]:
-    """Return a function that encodes a text exactly as Megatron does; it is slow.
+    """Return a slow function that encodes a text exactly as Megatron does.
 
-    For GPT-2, Megatron cuts a text with the package `regex`.
+    For GPT-2, Megatron cuts a text into words with the package `regex`, and so does this function.
     """
     if spec.name != GPT2:
         return lambda text: _hugging_face(spec).encode([text])[0]
@@ -142,7 +142,11 @@ def megatrons_own(spec: TokenizerSpec) -> Callable[[str], Ids]:
 
 
 class ExactEncoder:
-    """Encoder that corrects a fast one, whose Unicode tables may be of another year than Megatron's."""
+    """Encoder that is as fast as another encoder, and encodes rare characters as Megatron does.
+
+    The Unicode tables of the fast encoder may be of another year than Megatron's. Texts with characters that are
+    unassigned in Python's tables are therefore encoded by `megatrons_own`.
+    """
 
     def __init__(self, fast: Encoder, spec: TokenizerSpec) -> None:
         self.name = fast.name
@@ -182,9 +186,10 @@ def _find_unassigned() -> tuple[int, NDArray[np.bool_]]:
 
 
 def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Encoder:
-    """Return the fast encoder if it knows the tokenizer and agrees with `tokenizers` on all samples, else the slow one.
+    """Choose between the fast encoder of gigatoken and the slow encoder of `tokenizers`, and return it.
 
-    `say` is called with the reason if the slow encoder is chosen.
+    The fast encoder is chosen if it knows the tokenizer and encodes all samples as `tokenizers` does. Otherwise `say`
+    is called with the reason, and the slow encoder is returned.
     """
     if (reason := _find_gigatoken_problem(spec, samples)) is None:
         return ExactEncoder(_gigatoken(spec), spec)
@@ -194,7 +199,10 @@ def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Enc
 
 
 def _find_gigatoken_problem(spec: TokenizerSpec, samples: Sequence[str]) -> str | None:
-    """Return a sentence on why gigatoken cannot be used; None if it can."""
+    """Return a sentence with the reason why gigatoken cannot be used, or None if it can be used.
+
+    Only the first `_CHECKED_CHARACTERS` characters of each sample are compared.
+    """
     if any(token.get("single_word") for token in spec.added_tokens):
         return f"gigatoken does not honour single_word of '{spec.name}'."
     try:
@@ -217,7 +225,10 @@ def first_difference(encoder: Encoder, other: Encoder, texts: Sequence[str]) -> 
 
 
 def _make_probes(spec: TokenizerSpec) -> list[str]:
-    """Return texts that encoders often encode wrongly; empty for GPT-2, which is tested."""
+    """Return texts that encoders often encode wrongly.
+
+    The list is empty for GPT-2's tokenizer, because the project's tests compare its encoders.
+    """
     if spec.name == GPT2:
         return []
     surroundings = ("{}", "a{}b", " a {} b", "\n{}\n")

@@ -54,7 +54,10 @@ _DRAWN = (2_008_302, 400_551, 45)
 
 @dataclass(frozen=True)
 class Hub:
-    """A split of a data set on the hub: `--input hub:NAME`, with `--hub-config` and `--hub-split`."""
+    """One split of a data set on the Hugging Face hub.
+
+    The flags are `--input hub:NAME`, `--hub-config` and `--hub-split`.
+    """
 
     name: str
     config: str | None
@@ -67,7 +70,10 @@ class Hub:
         return f"{HUB_PREFIX}{self.name}{config}:{self.split}"
 
     def fetch(self, key: str, lines: Path) -> None:
-        """Fetch the data set and write one column as JSON lines `{key: …}`; a partial file never appears.
+        """Download the data set and write its column `key` to the file `lines` as JSON lines.
+
+        A line is an object with the name of the column and one text. The file appears only when it is complete. The
+        download's cache beside the file is removed at the end. Environment variables of the hub's client may be set.
 
         Raises:
             DatasetError: The data set cannot be fetched or written.
@@ -136,7 +142,7 @@ class Hub:
 
     @cached_property
     def _opened(self) -> tuple[Any, Any]:
-        """Description of the data set by the client, and the split as a stream of rows."""
+        """Description of the data set by the hub's client, and the split as a stream of rows."""
         unreachable = _go_offline_if_unreachable()
         import datasets  # Takes seconds, which other inputs do not need.
 
@@ -155,9 +161,11 @@ class Hub:
 
 
 def _go_offline_if_unreachable() -> str:
-    """Make the hub's client use its caches alone if the hub does not answer; return the reason, empty if it does.
+    """Set HF_HUB_OFFLINE if the hub does not answer, and return the reason.
 
-    The client would otherwise repeat each request for a minute. It reads the variable when it is imported.
+    The hub's client then uses its caches alone. Otherwise it would repeat each request for a minute. The result is
+    empty if the hub answers, or if HF_HUB_OFFLINE is set already. Call this function before the client is imported,
+    because the client reads the variable then.
     """
     if os.environ.get("HF_HUB_OFFLINE"):
         return ""
@@ -174,7 +182,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def comparison(dataset: Dataset) -> str:
-    """Return a sentence that says whether a data set is the published `OPENWEBTEXT`, or else what differs."""
+    """Return a sentence that says that a data set is the published `OPENWEBTEXT`, or what differs from it."""
     differs = "losses cannot be compared with the published ones."
     if dataset.documents != DOCUMENTS:
         return (

@@ -37,7 +37,7 @@ class Format(StrEnum):
 
 @dataclass(frozen=True)
 class Slice:
-    """A stretch of one input: bytes of (uncompressed) JSON lines, or rows of a table."""
+    """Range of one input: bytes of uncompressed JSON lines, or rows of a table."""
 
     name: str
     format: Format
@@ -50,7 +50,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Block:
-    """Some complete lines, or some rows, of a slice; or a problem with the input itself."""
+    """Some complete lines or some rows of a slice. A block may also describe a problem with the input itself."""
 
     next_offset: int
     """Byte (of the uncompressed text) or row at which the next block starts."""
@@ -65,12 +65,15 @@ class Block:
 
 
 def line_blocks(slice_: Slice, offset: int, limit: int | None) -> Iterator[Block]:
-    """Yield the blocks of a slice; a damaged archive ends with a block that is a problem.
+    """Read a slice of JSON lines, and yield it as blocks of complete lines.
+
+    If an archive is damaged, the last block describes the problem.
 
     Args:
         slice_: A slice of JSON lines.
-        offset: Byte (of the uncompressed text) at which to start; a line must start there.
-        limit: Largest document in bytes. A line that must hold a larger one is skipped and gives a problem.
+        offset: Byte of the uncompressed text at which to start. A line must start there.
+        limit: Largest document in bytes, or None without a limit. If a line is so long that its document must be
+            larger, a block with a problem replaces the line.
     """
     longest = None if limit is None else _LONGEST_ESCAPE * limit + BLOCK_BYTES
     is_archive = slice_.format is not Format.LINES
@@ -109,8 +112,9 @@ def _next_cut(buffer: bytearray, pieces: Iterator[bytes], longest: int | None) -
     """Read a block of complete lines, or one long line, into the buffer.
 
     Returns:
-        Position in the buffer at which the block ends, 0 at the input's end; and the number of dropped bytes. Bytes
-        are dropped if a line is longer than `longest`: the buffer then holds only the end of the line.
+        Two numbers. The first is the position in the buffer at which the block ends, or 0 at the end of the input. The
+        second is the number of dropped bytes. Bytes are dropped if a line is longer than `longest`. The buffer then
+        holds only the end of the line.
     """
     while len(buffer) < BLOCK_BYTES and (piece := next(pieces, b"")):
         buffer += piece
@@ -134,7 +138,10 @@ def _decompress(stored: BinaryIO, format_: Format) -> Any:
 
 
 def _read_pieces(slice_: Slice, text: Any, offset: int) -> Iterator[bytes]:
-    """Yield the text from `offset` on; the text of an archive before `offset` is read and dropped."""
+    """Yield the text of a slice from byte `offset` on, in pieces.
+
+    An archive can only be read from its start, so its text before `offset` is read and dropped.
+    """
     if slice_.format is Format.LINES:
         text.seek(offset)
         while piece := text.read(min(_READ_BYTES, (slice_.stop or 1 << 62) - text.tell())):
@@ -148,7 +155,10 @@ def _read_pieces(slice_: Slice, text: Any, offset: int) -> Iterator[bytes]:
 
 @functools.cache
 def lines_before(slice_: Slice) -> int:
-    """Return the number of lines (or rows) of the file before the slice; lines are read to be counted."""
+    """Return the number of lines, or of rows of a table, before the slice in its file.
+
+    The lines before the slice are read to count them.
+    """
     if slice_.format is not Format.LINES or not slice_.start:
         return slice_.start
     count = 0

@@ -48,11 +48,13 @@ def write_parts(
     identity: RunIdentity,
     engine: str,
 ) -> None:
-    """Write all blocks into further parts, and append the end position of each part to `parts`.
+    """Write all blocks into new parts of a run, and append the end position of each part to `parts`.
+
+    A part is a folder with a data set per JSON key. It appears on the disk only when it is complete.
 
     Args:
         folder: Folder of the run.
-        parts: End positions of the parts that exist.
+        parts: End positions of the parts that exist. The list is changed in place.
         blocks: Encoded blocks, each with the position at which it ends.
         identity: Identity of the run.
         engine: Name of the encoder, for the manifests.
@@ -68,7 +70,7 @@ def write_parts(
 def _write_part(
     folder: Path, blocks: Iterator[tuple[Position, Encoded]], identity: RunIdentity, engine: str
 ) -> Position:
-    """Write blocks until the part is full or no blocks are left; return the position at which it ends."""
+    """Write blocks until the part is full or no blocks are left. Return the position at which the part ends."""
     end, size = START, 0
     problems: Counter[str] = Counter()
     with ExitStack() as stack:
@@ -86,7 +88,7 @@ def _write_part(
 
 
 class _Output:
-    """Data set of one key while it grows: its `.bin`; `finish` writes its `.idx`."""
+    """Data set of one JSON key while it grows. Its tokens go to the `.bin`, and `finish` writes the `.idx`."""
 
     def __init__(self, prefix: Path, identity: RunIdentity, stack: ExitStack) -> None:
         self._prefix = prefix
@@ -112,7 +114,7 @@ class _Output:
 
 
 def join_parts(folder: Path, count: int, identity: RunIdentity) -> None:
-    """Join the parts into a data set per key, in the run's folder.
+    """Join the first `count` parts of a run into one data set per JSON key, in the folder of the run.
 
     Raises:
         DatasetError: A part is damaged.
@@ -126,7 +128,7 @@ def join_parts(folder: Path, count: int, identity: RunIdentity) -> None:
 
 
 def decoded[Record](file: Path, kind: type[Record]) -> Record:
-    """Read a record that an earlier process wrote.
+    """Read a record of type `kind` from a JSON file that an earlier process wrote.
 
     Raises:
         DatasetError: The file is damaged.

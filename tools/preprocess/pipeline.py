@@ -31,10 +31,17 @@ class Packed:
 
 
 def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | None) -> Packed:
-    """Encode documents and return them as Megatron's script stores them.
+    """Encode documents, and return their tokens and index as Megatron's script stores them.
 
-    A text without tokens gives no sequence. A document without sequences gets no end-of-document token, but keeps
-    its boundary. The end-of-document token belongs to the document's last sequence.
+    A document is a text or a list of sentences. Each text or sentence gives one sequence, unless it has no tokens. The
+    end-of-document token is appended to the last sequence of a document. A document without sequences gets no such
+    token, but keeps its boundary.
+
+    Args:
+        texts: The documents.
+        encoder: Encoder of the texts.
+        dtype: Type of the stored tokens.
+        eod: Id of the end-of-document token, or None to append none.
     """
     documents = [[text] if isinstance(text, str) else text for text in texts]
     flat = [sentence for document in documents for sentence in document]
@@ -54,7 +61,7 @@ def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | N
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded block on its way to the disk, without its texts, which are large."""
+    """Encoded block that is to be written. Its texts are dropped, because they are large."""
 
     block: Block
     line_count: int
@@ -66,7 +73,7 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """Parses, encodes and packs blocks on several threads, and keeps their order."""
+    """Pipeline that parses, encodes and packs blocks on several threads, and keeps their order."""
 
     parser: Parser
     encoder: Encoder
@@ -75,7 +82,10 @@ class Pipeline:
     threads: int
 
     def run(self, blocks: Iterator[Block]) -> Iterator[Encoded]:
-        """Yield the encoded blocks in order; at most `IN_FLIGHT_BYTES` of text are in memory."""
+        """Yield the encoded blocks in the order of the blocks.
+
+        At most `IN_FLIGHT_BYTES` of text are in memory, unless a single block is larger.
+        """
         pending: deque[tuple[int, Future[Encoded]]] = deque()
         in_flight = 0
         with ThreadPoolExecutor(self.threads, thread_name_prefix="encode") as pool:
@@ -95,7 +105,10 @@ class Pipeline:
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _encode(self, block: Block) -> Encoded:
-        """Parse, encode and pack a block."""
+        """Parse a block, encode its documents, and return the tokens per key and the problems.
+
+        Documents without tokens are reported as problems. The content of a block with one long line is cleared.
+        """
         rows = self.parser.parse(block.content)
         if isinstance(block.content, bytearray):
             block.content.clear()  # A large document, of which only the parsed text is needed from here on.

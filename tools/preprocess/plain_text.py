@@ -31,9 +31,15 @@ class TextDocuments(StrEnum):
 
 
 def text_blocks(slice_: Slice, offset: int, key: str, documents: TextDocuments) -> Iterator[Block]:
-    """Yield the documents of a `.txt` file as blocks of JSON lines with the key `key`, from a byte on.
+    """Yield the documents of a `.txt` file as blocks of JSON lines with the key `key`.
 
-    The file is read into memory. A file that is not UTF-8 gives a block that is a problem.
+    The full file is read into memory. If it is not UTF-8, a block describes the problem. A blank file gives no block.
+
+    Args:
+        slice_: The file.
+        offset: Byte at which to start.
+        key: Key of the text in the JSON lines.
+        documents: What is a document: the file, or each paragraph.
     """
     raw = Path(slice_.name).read_bytes()
     if documents is TextDocuments.FILE:
@@ -58,7 +64,7 @@ def text_blocks(slice_: Slice, offset: int, key: str, documents: TextDocuments) 
 
 
 def _make_block(documents: list[bytes], next_offset: int, key: str) -> Block:
-    """Return a block of JSON lines, one per document, or of the problem that a document is not UTF-8."""
+    """Return a block with one JSON line per document. If a document is not UTF-8, the block describes this problem."""
     lines = bytearray()
     for raw in documents:
         try:

@@ -53,9 +53,10 @@ LINE_SECONDS = 60.0
 
 
 def preprocess(options: PreprocessOptions) -> list[Dataset]:
-    """Make a data set per JSON key and return them; an earlier run that was cut off is resumed.
+    """Make one data set per JSON key from the input files, and return the data sets.
 
-    Data sets that are complete and have the same identity are returned as they are.
+    An earlier run that was cut off is resumed, unless `options.restart` is set. If data sets with the same inputs and
+    settings are complete already, they are returned without further work, unless `options.overwrite` is set.
 
     Raises:
         DatasetError: An input or option is wrong, or the output exists and differs.
@@ -94,7 +95,7 @@ def preprocess(options: PreprocessOptions) -> list[Dataset]:
 
 @dataclass(frozen=True)
 class _PartWriter:
-    """Encodes the blocks of a source into parts."""
+    """Writer that encodes the blocks of an input into the parts of a run."""
 
     options: PreprocessOptions
     spec: TokenizerSpec
@@ -102,7 +103,7 @@ class _PartWriter:
     progress: ProgressLine
 
     def fill(self, folder: Path, identity: RunIdentity) -> None:
-        """Encode the input that is in no part yet, and join all parts into data sets in `folder`."""
+        """Encode the rest of the input, which no part has yet, and join all parts into data sets in `folder`."""
         parts = read_parts(folder)
         if parts:
             self.progress.say(
@@ -123,7 +124,10 @@ class _PartWriter:
         join_parts(folder, len(parts), identity)
 
     def _announce_blocks(self, start: Position) -> Iterator[Block]:
-        """Yield the blocks to encode; a very large document is announced before it takes its memory."""
+        """Yield the blocks of the input from `start` on.
+
+        Before a block with a document of more than ANNOUNCED_BYTES, print a message on the memory that it will take.
+        """
         for block in self.source.blocks(start):
             if block.size_bytes > ANNOUNCED_BYTES:
                 self.progress.say(
@@ -169,7 +173,12 @@ class _PartWriter:
             yield position, encoded
 
     def _print_problem(self, problem: Problem, slice_: Slice, line: int) -> None:
-        """Print a problem as `file:line: kind (detail)`, with the line's number in the file.
+        """Print a problem as `file:line: kind (detail)`.
+
+        Args:
+            problem: The problem.
+            slice_: Slice of the input that has the document.
+            line: Line in the slice, from 0. The printed line is counted from the start of the file.
 
         Raises:
             DatasetError: The problem is not harmless, and --on-error is not `skip`.
@@ -206,7 +215,9 @@ def _claim_folder(file: Path, identity: RunIdentity) -> None:
 
 
 def _find_completed(prefixes: list[Path], identity: RunIdentity) -> list[Dataset]:
-    """Return the data sets if this run was completed before; an empty list if no file exists.
+    """Return the data sets of an earlier run that has the same identity and was completed.
+
+    The list is empty if none of the files exists.
 
     Raises:
         DatasetError: Files exist that are incomplete, or that another run made.
@@ -231,7 +242,7 @@ def _find_completed(prefixes: list[Path], identity: RunIdentity) -> list[Dataset
 
 
 def find_difference(ours: RunIdentity, theirs: RunIdentity) -> str | None:
-    """Return the first difference of two identities, as `NAME was OLD, now NEW`; None if they are equal.
+    """Return the first difference of two identities, as `NAME was OLD, now NEW`, or None if they are equal.
 
     Args:
         ours: The new identity.
@@ -244,7 +255,10 @@ def find_difference(ours: RunIdentity, theirs: RunIdentity) -> str | None:
 
 
 def _list_facts(identity: RunIdentity) -> Iterator[tuple[str, object]]:
-    """Yield the values that a run depends on, each with a name that a user knows."""
+    """Yield pairs of name and value for all inputs and settings that a run depends on.
+
+    The names are for error messages, such as "--tokenizer".
+    """
     yield "the input", tuple(input_.name for input_ in identity.inputs)
     for input_ in identity.inputs:
         yield f"input {input_.name}", f"{input_.size_bytes} bytes"
@@ -262,10 +276,10 @@ def _list_facts(identity: RunIdentity) -> Iterator[tuple[str, object]]:
 
 
 class ProgressLine:
-    """Progress line: counts of this process, without those that an earlier process committed.
+    """Progress line with the counts of this process. Documents that an earlier process encoded are not counted.
 
-    As a context manager it shows the line on the terminal, where its last state stays. Without a terminal it prints
-    a line from time to time.
+    Used as a context manager, it shows the line on the terminal, where the last state remains. Without a terminal it
+    prints a new line every LINE_SECONDS.
     """
 
     def __init__(self, console: Console | None = None) -> None:
@@ -295,8 +309,8 @@ class ProgressLine:
         """Add the counts of a block and update the line.
 
         Args:
-            done: Stored bytes of the input that are done.
-            total: Stored bytes of the input; 0 if unknown.
+            done: Bytes of the input on the disk that have been read, from the start of the input.
+            total: Bytes of the input on the disk, or 0 if unknown.
             text_bytes: Bytes of text in the block.
             documents: Documents in the block.
             tokens: Tokens of the block, over all keys.

@@ -47,7 +47,7 @@ _SUFFIXES = {
 
 @dataclass(frozen=True)
 class Position:
-    """Position between two blocks: byte (of the uncompressed text) or row `offset` of a slice."""
+    """Position between two blocks of the input: a slice, and a byte of its uncompressed text or a row (`offset`)."""
 
     slice_index: int
     offset: int
@@ -78,13 +78,13 @@ def identify(path: Path) -> InputIdentity:
 
 
 def whole_file(path: Path) -> Slice:
-    """Return a slice of a complete file; the first bytes decide its format.
+    """Return a slice that covers a complete file. The first bytes of the file decide its format.
 
     A `.txt` file holds plain text unless it begins like a JSON line.
 
     Raises:
-        DatasetError: The name promises an archive or a table that the content is not, or the content has a
-            format that is not read.
+        DatasetError: The file's name ends like an archive or a table, and its content is neither. Or the content has a
+            format that cannot be read.
     """
     with path.open("rb") as stream:
         head = stream.read(_HEAD_BYTES)
@@ -102,9 +102,9 @@ def whole_file(path: Path) -> Slice:
 
 
 def _refuse_unread_format(path: Path, head: bytes) -> None:
-    """Raise DatasetError if the first bytes of a file are those of a format that is not read.
+    """Raise DatasetError if the first bytes of a file show a format that cannot be read, such as a tar archive.
 
-    Its lines would otherwise be refused one by one as broken documents.
+    Otherwise each line of the file would be refused as a broken document.
     """
     if head[_TAR_MAGIC] == b"ustar":
         raise DatasetError(
@@ -128,7 +128,7 @@ class InputShard:
 
 
 def parse_shard(text: str) -> InputShard:
-    """Return the shard of a text `i/n`, or for `slurm` that of this task in its job array.
+    """Return the shard that a text `i/n` names. The text `slurm` gives the shard of this task in its job array.
 
     Raises:
         DatasetError: The text has another form, or there is no such part.
@@ -155,7 +155,10 @@ def parse_shard(text: str) -> InputShard:
 
 
 def cut(files: Sequence[Slice], shard: InputShard) -> tuple[Slice, ...]:
-    """Return the slices of one part. Plain files are cut at lines, parquet files at row groups, archives never."""
+    """Return the slices of the input that belong to one shard.
+
+    Plain files are cut at lines and parquet files at row groups. Archives are not cut.
+    """
     if shard.count == 1:
         return tuple(files)
     total = sum(file.size_bytes for file in files)
@@ -168,9 +171,10 @@ def cut(files: Sequence[Slice], shard: InputShard) -> tuple[Slice, ...]:
 
 
 def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
-    """Yield the slice of a file that is in the window from `low` to `high`, in stored bytes from the file's start.
+    """Yield the slice of a file whose lines, row groups or archive start between the bytes `low` and `high`.
 
-    Nothing is yielded if the window holds no start of a line, row group or archive.
+    `low` and `high` are stored bytes, counted from the start of the file. At most one slice is yielded. Nothing is
+    yielded if nothing starts between them.
     """
     size = file.size_bytes
     if file.format is Format.LINES and size:
@@ -197,7 +201,7 @@ def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
 
 @dataclass(frozen=True)
 class PreprocessOptions:
-    """Flags of a run; `cli.py` has their defaults."""
+    """Options of a preprocessing run. `cli.py` has their defaults."""
 
     inputs: tuple[str, ...]
     """Files, folders, globs; or one `hub:NAME`."""
@@ -224,7 +228,7 @@ class PreprocessOptions:
 
 @dataclass(frozen=True)
 class InputStream:
-    """Slices of the inputs in their order, which can be read from any position."""
+    """Input of a run: slices of the input files in order. They can be read from any position."""
 
     slices: tuple[Slice, ...]
     identities: tuple[InputIdentity, ...]
@@ -244,7 +248,7 @@ class InputStream:
         return sum(slice_.size_bytes for slice_ in self.slices)
 
     def blocks(self, start: Position) -> Iterator[Block]:
-        """Yield all blocks from a position on; an empty file gives a block that is a problem."""
+        """Yield all blocks of the input from a position on. For an empty file, a block describes the problem."""
         before = sum(slice_.size_bytes for slice_ in self.slices[: start.slice_index])
         for index in range(start.slice_index, len(self.slices)):
             slice_ = self.slices[index]
@@ -258,7 +262,10 @@ class InputStream:
             before += slice_.size_bytes
 
     def samples(self, count: int, parser: Parser) -> list[str]:
-        """Return up to `count` documents from the starts of the first, the middle and the last slice."""
+        """Return up to `count` documents, taken from the starts of the first, the middle and the last slice.
+
+        Only the first block of a slice is read. The list is empty if there are no slices.
+        """
         if not count or not self.slices:
             return []
         indices = sorted({0, len(self.slices) // 2, len(self.slices) - 1})
@@ -272,7 +279,7 @@ class InputStream:
         return samples[:count]
 
     def _open(self, slice_: Slice, offset: int) -> Iterator[Block]:
-        """Return the blocks of a slice from an offset on."""
+        """Return the blocks of a slice from byte or row `offset` on, by the reader of the slice's format."""
         if self.hub is not None:
             return self.hub.blocks(offset, self.keys)
         if slice_.format is Format.PARQUET:
@@ -285,10 +292,10 @@ class InputStream:
 
 
 def open_source(options: PreprocessOptions) -> InputStream:
-    """Find the inputs that `--input` names, and return those of the requested part as a stream.
+    """Find the inputs that `--input` names, and return the part of them that `--shard` asks for.
 
     Raises:
-        DatasetError: A key cannot name a file, the inputs do not go together, or one cannot be read.
+        DatasetError: A key cannot be part of a file's name, the inputs cannot be combined, or an input cannot be read.
     """
     keys, limit = options.keys, options.max_document_bytes
     for key in keys:

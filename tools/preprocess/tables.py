@@ -34,7 +34,10 @@ def table_blocks(slice_: Slice, offset: int, keys: Sequence[str]) -> Iterator[Bl
 
 
 def row_groups(name: str) -> list[int]:
-    """Return the number of rows of each row group; empty if the file is damaged, which reading it reports."""
+    """Return the number of rows of each row group of a parquet file.
+
+    The list is empty if the file is damaged. The damage is reported later, when `table_blocks` reads the file.
+    """
     try:
         with _open(name) as file:
             metadata = file.metadata
@@ -46,7 +49,11 @@ def row_groups(name: str) -> list[int]:
 def row_block(rows: Any, keys: Sequence[str], end: int, read_bytes: int) -> Block:
     """Return a block with the columns of `keys` from a record batch or table.
 
-    `end` is the number in the file of the row after the batch, and `read_bytes` the bytes of the file read so far.
+    Args:
+        rows: The record batch or table.
+        keys: Names of the columns.
+        end: Index in the file of the first row after the batch.
+        read_bytes: Bytes of the file that have been read so far.
     """
     return Block(
         end, rows.nbytes, read_bytes, tuple(_cast_to_bytes(rows.column(key)) for key in keys)
@@ -75,7 +82,10 @@ def _open(name: str) -> Any:
 
 
 def _read_rows(file: Any, slice_: Slice, offset: int, keys: Sequence[str]) -> Iterator[Block]:
-    """Yield the rows of a slice as blocks, from row `offset` on; other row groups are not read."""
+    """Yield the rows of a slice of a parquet file as blocks, from row `offset` on.
+
+    Row groups outside of the slice or before `offset` are not read.
+    """
     metadata = file.metadata
     stop = metadata.num_rows if slice_.stop is None else slice_.stop
     row = 0

@@ -27,7 +27,7 @@ _GPT2_SHA256 = {
 
 @dataclass(frozen=True)
 class TokenizerSpec:
-    """Definition of a tokenizer; `encoders.py` runs it."""
+    """Definition of a tokenizer. The encoders in `encoders.py` use the definition."""
 
     name: str
     sha256: str
@@ -47,7 +47,7 @@ class TokenizerSpec:
         """Return the id of the end-of-document token.
 
         Raises:
-            DatasetError: The tokenizer has none.
+            DatasetError: The tokenizer has no end-of-document token.
         """
         if self.eod is None:
             raise DatasetError(
@@ -58,7 +58,7 @@ class TokenizerSpec:
 
 
 def load_tokenizer(name: str) -> TokenizerSpec:
-    """Load `gpt2`, or a folder (or file) with a Hugging Face `tokenizer.json`.
+    """Load a tokenizer: `gpt2`, or a Hugging Face `tokenizer.json` by the path of its folder or file.
 
     Raises:
         DatasetError: There is no such tokenizer, or it has another format.
@@ -152,7 +152,10 @@ _OTHER_FORMATS = (
 
 
 def _refuse_other_formats(path: Path) -> None:
-    """Raise DatasetError for a tokenizer in another format; the message says how to convert the tokenizer."""
+    """Raise DatasetError if a file or folder holds a tokenizer in a known format other than `tokenizer.json`.
+
+    The message explains how to convert the tokenizer.
+    """
     for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
         with file.open("rb") as stream:
             head = stream.read(1 << 12)
@@ -170,7 +173,7 @@ def _load_file(file: Path) -> TokenizerSpec:
     """Load a Hugging Face `tokenizer.json`.
 
     Raises:
-        DatasetError: The file is none, or an id does not fit the dtype.
+        DatasetError: The file is no tokenizer.json, or a token id does not fit into the type of the stored tokens.
     """
     from tokenizers import Tokenizer
 
@@ -200,7 +203,13 @@ def _load_file(file: Path) -> TokenizerSpec:
 
 
 def _eos_token(folder: Path) -> str | None:
-    """Return the `eos_token` next to a tokenizer.json, as transformers finds it; None if there is none."""
+    """Return the `eos_token` that a file beside the tokenizer.json states, or None if no file states it.
+
+    The files are those that `transformers` reads: tokenizer_config.json, and then special_tokens_map.json.
+
+    Raises:
+        DatasetError: One of these files is not readable JSON.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name
         if not file.is_file():

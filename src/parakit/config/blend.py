@@ -12,7 +12,7 @@ from parakit.config.files import ROOT
 
 @dataclass(frozen=True)
 class BlendPart:
-    """A data set of a blend, or a run's only data set."""
+    """One data set of a run, with its weight if the run blends several data sets."""
 
     prefix: str
     """Path without suffix, absolute or seen from the repository root."""

@@ -21,8 +21,9 @@ _GROUPS_PER_TOKEN = "--moe-router-group-topk"
 
 @dataclass(frozen=True)
 class ExpertLoad:
-    """The router's load on expert-parallel ranks. The defaults mean a balanced router that drops
-    nothing.
+    """Distribution of tokens over expert-parallel ranks by the router.
+
+    The defaults mean a balanced router that drops no tokens.
     """
 
     imbalance: float = 1.0

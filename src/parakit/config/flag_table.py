@@ -69,7 +69,10 @@ type Default = bool | int | float | str | None
 
 @dataclass(frozen=True, slots=True)
 class KnownFlag:
-    """One row of `flags.csv`; the module's docstring explains the columns."""
+    """Flag of Megatron or of the kit, as one row of `flags.csv` describes it.
+
+    The docstring of the module explains the columns.
+    """
 
     name: str
     kind: str

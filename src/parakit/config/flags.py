@@ -38,9 +38,10 @@ def format_flags(flags: Mapping[str, object]) -> tuple[str, ...]:
 
 
 def merge_flags(*groups: Sequence[str]) -> tuple[str, ...]:
-    """Join groups of flags. If a flag occurs several times, only the last one stays, with its values.
+    """Join groups of flags into one list. If a flag occurs several times, only its last occurrence stays, with its
+    values.
 
-    argparse takes the last one too, so the shorter command means the same.
+    Megatron's parser (argparse) also takes the last occurrence, so dropping the others changes nothing.
     """
     merged: dict[str, list[str]] = {}
     for arguments in groups:
@@ -124,10 +125,13 @@ def drop_flags_newer_than(arguments: Sequence[str], megatron_version: str) -> tu
 
 
 def format_fields_as_flags(value: Any, group: str) -> tuple[str, ...]:
-    """Return the flags that set the fields of the dataclass `value`. Fields with their default are
-    left out.
+    """Return the flags that set the fields of the dataclass `value`.
 
-    `group` is the name of the object in the table of flags, such as `shape` or `recompute`.
+    Fields that have their default value are left out.
+
+    Args:
+        value: The dataclass.
+        group: Name of the dataclass in the table of flags, such as `shape` or `recompute`.
     """
     defaults = {
         field.name: field.default for field in fields(value) if field.default is not MISSING
@@ -153,10 +157,9 @@ def format_fields_as_flags(value: Any, group: str) -> tuple[str, ...]:
 
 
 class Flags:
-    """Look-ups in a list of Megatron flags.
+    """List of Megatron flags in which values can be looked up.
 
-    A flag that is absent gives Megatron's default, or 0 or an empty text if Megatron has no
-    default.
+    An absent flag gives Megatron's default. If Megatron has no default, it gives 0 or an empty text.
     """
 
     def __init__(self, arguments: Sequence[str]) -> None:
@@ -173,7 +176,11 @@ class Flags:
         return name in self._values
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Return the flag's first value; if the flag is absent, `default` or Megatron's default."""
+        """Return the flag's first value.
+
+        An absent flag gives `default`, or Megatron's default if `default` is None. The result is empty if Megatron has
+        no default, or a default that is no text.
+        """
         values = self._values.get(name)
         if values:
             return values[0]

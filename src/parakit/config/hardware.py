@@ -26,7 +26,7 @@ _UNITS = {
 
 @dataclass(frozen=True)
 class Link:
-    """A connection between devices; its rate is that of one device in one direction."""
+    """Connection between devices. Its rate is the rate of one device in one direction."""
 
     key: str
     name: str
@@ -51,7 +51,7 @@ class HostRates:
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator; its rates are dense peaks."""
+    """Accelerator, or a core of a CPU. Its FLOP rates are peaks without sparsity."""
 
     key: str
     name: str
@@ -109,7 +109,7 @@ class UnknownHardwareError(ValueError):
 
 @cache
 def load_hardware() -> Hardware:
-    """Return the devices and links of `hardware.yaml`; the file is read once."""
+    """Return the devices and links of `hardware.yaml`. The file is read once per process."""
     data: dict[str, dict[str, Any]] = {}
     for section, entries in read_yaml(_FILE).items():
         data[section] = {}

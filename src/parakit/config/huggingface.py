@@ -191,7 +191,8 @@ def _list_router_flags(config: _Config) -> dict[str, object]:
 
 
 def read_source_config(folder: Path) -> tuple[str, ...]:
-    """Return Megatron's flags for a folder of Hugging Face whose weights are to be converted.
+    """Return Megatron's flags for the model in a folder in the format of Hugging Face, whose weights are to be
+    converted.
 
     Raises:
         ConfigError: There is no such folder, or `read_exact_config_flags` refuses its config.json.
@@ -734,7 +735,7 @@ def _rotary_config(flags: Flags) -> dict[str, Any]:
 
 
 def _experts_config(flags: Flags, model_type: str) -> dict[str, Any]:
-    """Return the fields of `config.json` of a mixture of experts."""
+    """Return the fields of `config.json` that describe the experts of a model with these flags."""
     width = flags.integer("--moe-ffn-hidden-size", flags.integer("--ffn-hidden-size"))
     coefficient = flags.number("--moe-aux-loss-coeff")
     config: dict[str, Any] = {

@@ -61,7 +61,7 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class Mamba:
-    """The mixer of a Mamba-2 block (arXiv:2405.21060): heads with one state each."""
+    """Dimensions of the mixer of a Mamba-2 block (arXiv:2405.21060). Each head has one state."""
 
     heads: int
     head_width: int
@@ -137,7 +137,7 @@ def round_up(number: int, multiple: int) -> int:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The dimensions from which parameter counts, FLOPs, memory and traffic follow."""
+    """Dimensions of a model, which determine its parameters, FLOPs, memory and communication."""
 
     layers: int
     hidden: int
@@ -238,7 +238,7 @@ class ModelShape:
 
     @lru_cache(maxsize=256)  # noqa: B019  (shapes are few)
     def with_only_block(self, block: str) -> ModelShape:
-        """Return the shape of a model whose layers consist of one block."""
+        """Return the shape of a model whose layers consist of one block of this kind. Other dimensions become 0."""
         shape = replace(self, blocks=block)
         if block != ATTENTION:
             shape = replace(shape, heads=0, query_groups=0, latent=None)
@@ -569,8 +569,8 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
 def _refuse_negative_dimensions(flags: Flags) -> None:
     """Raise a ValueError that names the first flag of the shape with a negative number.
 
-    Dimensions that must be at least 1, and the numbers of experts, have sentences of their own
-    (`_refuse_empty_dimensions`).
+    Dimensions that must be at least 1, and the numbers of experts, are not checked here.
+    `_refuse_empty_dimensions` checks them.
     """
     for flag in flags_in_group("shape", "latent", "mamba", "linear"):
         if flag.kind != "whole" or flag.field in (*_FROM_ONE, *_OF_EXPERTS):
@@ -645,7 +645,7 @@ _WINDOWED_LAYERS = "--window-attn-skip-freq"
 
 
 def _parse_windowed_fraction(flags: Flags, layers: int) -> float:
-    """Return the fraction of the layers that have the window; 0 without a window."""
+    """Return the fraction of the layers that attend to a window only. It is 0 for a model without a window."""
     if not _parse_window(flags):
         return 0.0
     if not flags.has(_WINDOWED_LAYERS):
@@ -680,7 +680,10 @@ def default_ffn_hidden(hidden: int, swiglu: bool) -> int:
 
 
 def _refuse_empty_dimensions(name: str, shape: ModelShape) -> None:
-    """Raise a ValueError that names the first dimension that is too small or does not divide."""
+    """Raise a ValueError if a dimension is below 1, if experts are negative, or if query groups do not divide heads.
+
+    The error names the first such dimension.
+    """
     for flag in flags_in_group("shape"):
         value = getattr(shape, flag.field)
         if flag.field in _FROM_ONE and value < 1:

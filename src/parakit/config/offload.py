@@ -26,7 +26,7 @@ _SMALLEST = 2**20
 
 @dataclass(frozen=True)
 class Offload:
-    """The activations that are offloaded; the default offloads nothing."""
+    """Choice of the activations that are offloaded to the host. The default offloads nothing."""
 
     layers: int = 0
     """Number of full layers that are offloaded, from the first layer on

@@ -29,7 +29,10 @@ _METHODS = ("uniform", "block")
 
 @dataclass(frozen=True)
 class Recompute:
-    """The modules that each layer recomputes, or full layers; the default recomputes nothing."""
+    """Choice of what backward recomputes: some modules of each layer, or full layers.
+
+    The default recomputes nothing.
+    """
 
     modules: frozenset[str] = frozenset()
     """Recomputed modules of `RECOMPUTED_MODULES` (granularity `selective`)."""

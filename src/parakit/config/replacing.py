@@ -50,8 +50,9 @@ else:
 
 @cache
 def _names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of the class's fields and of its cached properties; both are empty for a
-    class with slots.
+    """Return the names of the fields of a dataclass, and the names of its cached properties.
+
+    Both sets are empty for a class with slots.
     """
     if kind.__dictoffset__ == 0:
         return frozenset(), frozenset()

@@ -130,7 +130,7 @@ class TokenDispatcher(StrEnum):
 class PatchFile:
     """Python files that every rank executes before training, to change Megatron (`PATCH_FILE=`).
 
-    Two are equal if their contents are equal.
+    Two objects are equal if the contents of their files are equal.
     """
 
     path: str = field(compare=False)
@@ -140,7 +140,9 @@ class PatchFile:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A model, its parallelism, and every choice that changes losses, bytes or time."""
+    """Complete description of a run: the model, its parallelism, and every choice that changes losses, bytes or
+    time.
+    """
 
     shape: ModelShape
     parallelism: Parallelism
@@ -352,8 +354,11 @@ class RunSpec:
     def _add_mtp_layers(self, layers: Sequence[int], pipeline_rank: int) -> tuple[int, ...]:
         """Return how many of `layers` each virtual stage of a pipeline rank has, with MTP layers added.
 
-        Layers of multi-token prediction (MTP) have the shape of the last layer. They are added to the last stage
-        if `layers`, the indices of the layers of one kind, contain the last layer.
+        Layers of multi-token prediction (MTP) have the shape of the last layer, and are on the last stage. They are
+        added only if `layers` contains the last layer.
+
+        Args:
+            layers: Indices, from 0, of the layers of one kind.
         """
         counts, shape = self.count_layers_per_chunk(layers, pipeline_rank), self.shape
         is_last = pipeline_rank == self.parallelism.pipeline - 1
@@ -412,9 +417,9 @@ class RunSpec:
     def one_layer_per_stage(self) -> RunSpec:
         """This run with one layer per stage and the smallest data parallelism that EP allows.
 
-        Time and stored bytes of one layer are computed from it and cached. All other choices get fixed values:
-        no virtual stages, sharding or offloading, and one micro batch per replica. So runs with equal layers
-        share one cached result. If the run fully recomputes any layer, the layer is recomputed.
+        The time and the stored bytes of one layer are computed from this run and cached. All other choices get fixed
+        values: no virtual stages, sharding or offloading, and one micro batch per replica. So runs with equal layers
+        share one cached result. If the original run fully recomputes any layer, this run recomputes all layers.
         """
         split, samples = self.parallelism, self.batch.micro_batch_size
         data = max(1, split.expert // split.context)
@@ -469,8 +474,10 @@ class RunSpec:
         return tuple(specs)
 
     def _build_even_spec(self, layers: int, recomputed: int) -> RunSpec:
-        """Return a run with `layers` layers of one kind on every stage, of which `recomputed` are
-        recomputed.
+        """Return a run with `layers` layers of one kind on every stage.
+
+        If the method of recomputation is `block`, `recomputed` of these layers are recomputed. Otherwise the number
+        is ignored.
         """
         total_layers = layers * self.parallelism.pipeline
         shape = replace(self.shape, layers=total_layers, mtp_layers=0, dense_layers=())
@@ -561,7 +568,7 @@ def spec_from_flags(
     """Return the run that Megatron trains with these flags on `devices` ranks.
 
     Args:
-        arguments: All flags, those of the model included.
+        arguments: All flags, including the flags of the model.
         devices: Number of ranks.
         device: Kind of the devices. On CPU, Megatron runs its own layers without Transformer Engine.
         model: Name of the model, for error sentences and for the result.
@@ -600,7 +607,7 @@ def spec_from_flags(
 
 
 def spec_from_printed_arguments(arguments: Mapping[str, str]) -> RunSpec | None:
-    """Return the run that the arguments describe which Megatron prints in its log.
+    """Return the run whose arguments Megatron has printed in a log.
 
     The result is None if the arguments are incomplete or describe no possible run. The run is taken to have been
     started on GPUs and outside the kit.

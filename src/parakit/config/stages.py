@@ -20,7 +20,7 @@ LAYOUT_FLAG = "--pipeline-model-parallel-layout"
 
 @dataclass(frozen=True)
 class StageSplit:
-    """The placement of layers on pipeline stages; the default is an even split."""
+    """Placement of layers on pipeline stages. The default is an even split."""
 
     first: int = 0
     """Layers of the first stage; 0 means as many as other stages."""
@@ -236,11 +236,11 @@ def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int
 
 
 def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
-    """Return a split of the layers over stages that do not divide their number.
+    """Return a split of the layers over the stages, for a number of layers that the stages do not divide.
 
-    First, embedding and loss are counted as layers, together or one of them, because each takes about as long
-    as a layer. If the stages divide no such sum, the last stage, which computes the loss, gets fewer layers than
-    the others. The result is None if that is not possible either.
+    Embedding and loss take about as long as a layer each. The function first tries to count one or both of them as
+    layers. If the stages divide no such sum, the last stage, which computes the loss, gets fewer layers than the
+    others. The result is None if that is not possible either.
     """
     for split in (
         StageSplit(embedding=True, loss=True),

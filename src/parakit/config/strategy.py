@@ -82,7 +82,7 @@ UNTIED = "--untie-embeddings-and-output-weights"
 
 
 class PipelineSchedule(StrEnum):
-    """The order of a pipeline's passes, and which weights each pass takes."""
+    """Schedule of a pipeline: the order of its passes, and the weights that each pass uses."""
 
     MEGATRON = ""
     """1F1B with a flush in each iteration; interleaved if a rank has several virtual stages."""
@@ -138,7 +138,7 @@ _TITLES = {
 
 @dataclass(frozen=True)
 class Parallelism:
-    """The degrees of all parallel dimensions. World size is data·tensor·pipeline·context."""
+    """Parallel sizes of a run in all dimensions. The world size is data·tensor·pipeline·context."""
 
     data: int = 1
     tensor: int = 1
@@ -236,7 +236,7 @@ class Parallelism:
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples of one rank's forward pass, and of one optimizer step over all ranks."""
+    """Micro batch and global batch of a run, in samples: per forward pass of a rank, and per optimizer step."""
 
     micro_batch_size: int
     global_batch_size: int
@@ -286,11 +286,11 @@ def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Paralleli
     Args:
         text: The strategy's name.
         devices: Number of ranks, which must be the product of the degrees.
-        expert_tensor: The ETP that Megatron's flag states, for a name without `-etp`; 0 if no flag
-            states it.
+        expert_tensor: ETP for a name without `-etp`, from Megatron's flag. 0 means that no flag states it.
 
     Raises:
-        StrategyError: Unknown word, repeated dimension, or degrees that do not multiply to `devices`.
+        StrategyError: The name has an unknown word or a repeated dimension, or its degrees do not multiply to
+            `devices`.
     """
     parallelism = _parse_grammar(text, devices, expert_tensor)
     if parallelism.world_size != devices:
@@ -303,7 +303,7 @@ def parse_strategy(text: str, devices: int, expert_tensor: int = 0) -> Paralleli
 
 
 def strategy_name(parallelism: Parallelism) -> str:
-    """Return the grammar's name of a parallelism (`tp2pp2dp2-zero1`, `baseline`).
+    """Return the name of a parallelism as a strategy, such as `tp2pp2dp2-zero1` or `baseline`.
 
     `parse_strategy` parses the name into the same parallelism, for the same number of devices.
     """
@@ -333,10 +333,9 @@ def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
 
     Args:
         text: The strategy's name.
-        otherwise: Number of available ranks. It is the result if the name leaves the number of ranks
-            open: `zero1` has no degrees, and EP may lie inside CP or TP.
-        expert_tensor: The ETP that Megatron's flag states, for a name without `-etp`; 0 if no flag
-            states it.
+        otherwise: Number of available ranks. It is the result if the name leaves the number of ranks open: `zero1`
+            has no degrees, and EP may be spread over the ranks of CP or TP.
+        expert_tensor: ETP for a name without `-etp`, from Megatron's flag. 0 means that no flag states it.
 
     Raises:
         StrategyError: The name is not in the grammar.
@@ -392,10 +391,10 @@ def parallelism_from_flags(arguments: Sequence[str], devices: int) -> Parallelis
 
 
 def _parse_virtual_stages(flags: Flags, pipeline: int) -> int:
-    """Return the virtual stages per rank, if no flag states them directly.
+    """Derive the number of virtual stages per rank, for flags that do not state it directly.
 
     The number follows from the layers per virtual stage, from the number that Megatron prints in a log, or from
-    the layout of the pipeline. Without any of these it is 1.
+    the layout of the pipeline, in this order. Without any of these it is 1.
     """
     stages = parse_stage_split(flags)
     layers_per_virtual_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
@@ -530,12 +529,12 @@ def _parse_suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
 
 
 def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Parallelism:
-    """Return the parallelism with another DP, if only that lets the experts fit on `devices` ranks.
+    """Choose between two meanings of a strategy with experts whose name has no DP.
 
-    EP may extend over the ranks of DP, of CP and, if ETP is smaller than TP, of TP. A name without DP is first
-    read with a DP that is a multiple of EP: `sp2ep4` needs 8 ranks. The other reading takes DP from the devices:
-    `sp2ep4-etp1` on 4 ranks is EP 4 over TP 2 and DP 2. This reading is chosen only if its DP is no multiple
-    of EP. Otherwise the parallelism is returned unchanged.
+    The name usually means a DP that is a multiple of EP: `sp2ep4` needs 8 ranks. The experts may also be spread over
+    the ranks of CP and, if ETP is smaller than TP, of TP. DP is then what the other sizes leave of `devices`:
+    `sp2ep4-etp1` on 4 ranks is EP 4 over TP 2 and DP 2. The second meaning is chosen if the experts fit on the ranks
+    only in this way. Otherwise `parallelism` is returned unchanged.
     """
     model_ranks = parallelism.tensor * parallelism.pipeline * parallelism.context
     if devices < 1 or devices % model_ranks:
@@ -574,10 +573,12 @@ def _parse_scheduled_pipeline(text: str) -> Parallelism | None:
 
 
 def _parse_degrees(product: str, text: str) -> dict[str, int]:
-    """Return the degrees of a product such as `tp2pp2`, by dimension.
+    """Return the degrees of a product such as `tp2pp2`, by dimension, such as `tp`.
 
-    The keys `is_sp`, `is_tp`, … tell which names occur, and `virtual` is the virtual stages of
-    `vpp`.
+    A key such as `is_sp` means that this name occurs in the product. The key `virtual` has the virtual stages of `vpp`.
+
+    Raises:
+        StrategyError: The product is not in the grammar, repeats a dimension, or has a degree of 0.
     """
     factors = _FACTOR.findall(product)
     # Only `vpp` may be followed by `x` and a number of virtual stages.

@@ -35,8 +35,8 @@ FP8_RECIPE_BYTES = {
 def layer_activation_bytes(spec: RunSpec) -> int:
     """Return the bytes that one layer stores on one rank per micro batch, for its backward.
 
-    Tensors that are offloaded to the host are counted too. Counted are the layer's input and all tensors that
-    backward does not recompute. With full recomputation only the input of one checkpoint is counted.
+    The bytes are those of the layer's input and of all tensors that backward does not recompute. Tensors that are
+    offloaded to the host are included. With full recomputation only the input of one checkpoint is counted.
     """
     if not spec.recompute.is_full:
         return _layer_bytes(spec.one_layer_per_stage)
@@ -346,7 +346,10 @@ def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
 
 
 def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
-    """Yield the stored tensors of attention without latent projections: Q, K, V and the output."""
+    """Yield the stored tensors of attention without latent projections: Q, K, V and the output.
+
+    Further tensors are yielded if Q and K are stored twice, and for `a2a` context parallelism.
+    """
     shape, tokens, tensor = spec.shape, spec.micro_batch_tokens, spec.parallelism.tensor
     # Attention without a fused kernel repeats K and V for every head (`repeat_interleave`) and
     # stores the repeated tensors.
@@ -394,8 +397,8 @@ def _attention_output(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
 def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
     """Yield the stored tensors of latent attention.
 
-    Stored are the low-rank queries, keys and values before and after a norm. The full queries, keys and values
-    are stored too, with the rotary part repeated per head (`multi_latent_attention.py`).
+    Attention stores the low-rank queries, keys and values before and after a norm. It also stores the full queries,
+    keys and values, in which each head has a copy of the rotary part (`multi_latent_attention.py`).
     """
     tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("mla_up_proj",)
     normed_modules = modules if spec.fused_norms else ()

@@ -134,7 +134,10 @@ def _peak_bytes_in_flight(
 
 
 def chunks_in_flight(spec: RunSpec, pipeline_rank: int) -> int:
-    """Return the peak number of chunks in flight on a rank, each with one micro batch."""
+    """Return the peak number of chunks in flight on a rank.
+
+    A chunk is a virtual stage with one micro batch. It is in flight from its forward until its backward.
+    """
     parallelism, microbatches = spec.parallelism, spec.microbatches
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
     warmup = pipeline - pipeline_rank - 1
@@ -219,8 +222,8 @@ def bytes_per_parameter(spec: RunSpec) -> Precision:
     """Return the bytes per parameter of the run's dtype, changed by the run's flags.
 
     bf16 gradients are copied to fp32 for the update. Only the precision-aware optimizer reads bf16 gradients
-    directly (`--use-precision-aware-optimizer`, only with a distributed optimizer). This optimizer stores the 16
-    bits by which an fp32 weight exceeds its bf16 weight (`store_param_remainders`). Under fp8 or Megatron-FSDP
+    directly (`--use-precision-aware-optimizer`, only with a distributed optimizer). This optimizer stores only the
+    16 bits of an fp32 weight that the bf16 weight lacks (`store_param_remainders`). Under fp8 or Megatron-FSDP
     it stores fp32 weights instead (`megatron/core/optimizer/__init__.py`). If a part of the optimizer is
     offloaded, the device updates the other part in fp32 (`hybrid_optimizer.py`: `param_update_in_fp32`).
     """
@@ -376,12 +379,12 @@ def keeps_quantised_weights(spec: RunSpec) -> bool:
 
 
 def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, unquantised_bytes: int) -> int:
-    """Return the bytes of quantised linear weights, minus those of weights that they replace.
+    """Return the bytes of quantised linear weights, minus the bytes of the weights that they replace.
 
-    Each module stores two copies of its weights over an iteration's micro batches: row by row for forward, and
-    transposed for backward. Biases are counted too. The quantised weights are stored besides weights of
-    `unquantised_bytes` bytes per parameter, or replace them. Weights that are gathered on demand store no
-    quantised copy (`--keep-fp8-transpose-cache` is off by default).
+    During an iteration each module stores two quantised copies of its weights: row by row for forward, and
+    transposed for backward. Biases are counted too. The quantised copies are stored in addition to weights of
+    `unquantised_bytes` bytes per parameter, or replace these weights. The result is 0 without FP8. It is also 0 if
+    weights are sharded, because then no quantised copy stays (`--keep-fp8-transpose-cache` is off by default).
     """
     if not spec.fp8_recipe or spec.parallelism.sharding.shards_weights:
         return 0
@@ -437,7 +440,8 @@ _HOST_STATE_BYTES = 4 + 4 + 8
 def host_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
     """Return the peak bytes that a rank needs in its host's memory.
 
-    They hold offloaded activations and the offloaded part of the optimizer. The result is 0 without offloading.
+    The host's memory holds offloaded activations and the offloaded part of the optimizer. The result is 0 without
+    offloading.
     """
     held, _ = held_parameters(spec, pipeline_rank)
     optimizer_bytes = _HOST_STATE_BYTES * offloaded_parameters(spec, held)
@@ -460,8 +464,9 @@ def find_peak_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
 
 
 def find_peak_rank_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
-    """Return the pipeline rank with the peak memory, and its memory; None if a rank exceeds `limit`
-    bytes.
+    """Return the pipeline rank with the peak memory, and its memory.
+
+    The result is None if the memory of any rank exceeds `limit` bytes.
     """
     memory_by_rank = {}
     for rank in distinct_ranks(spec):
@@ -567,8 +572,9 @@ def _count_stored_elements(parameters: Parameters, spec: RunSpec, sharded: bool)
 def _temporary_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the bytes of temporary tensors at their peak.
 
-    The peak is in a layer's backward, or on the last pipeline rank in the loss or in the output layer's backward,
-    whichever needs more bytes. A dry run has no peak in the output layer's backward.
+    On most ranks the peak is in a layer's backward. On the last pipeline rank it may also be in the loss or in the
+    output layer's backward. Without Transformer Engine, the output layer's backward is not counted, because a dry
+    run does not measure it.
     """
     peak = _layer_backward_bytes(spec, pipeline_rank)
     if pipeline_rank < spec.parallelism.pipeline - 1:
@@ -616,12 +622,12 @@ def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
 
 
 def communication_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Return two byte counts of communication buffers: in layers, and what the loss needs beyond that.
+    """Return two byte counts of communication buffers: in layers, and the additional bytes at the loss.
 
-    The first count is of pipeline messages and gathered layers. At the loss, no layer is gathered, and its bytes
-    are free for the output layer and its gradient. The second count is what these two need beyond the free bytes;
-    it is 0 unless weights are sharded. Megatron-FSDP gathers the output layer's weights once per iteration, so
-    they count in full (`collectives/data.py: _fsdp_calls`).
+    The first count is of pipeline messages and gathered layers. At the loss no layer is gathered, so its bytes are
+    free for the output layer and the output layer's gradient. The second count has the bytes that these two need
+    beyond the free bytes. It is 0 unless weights are sharded. Megatron-FSDP gathers the output layer's weights once
+    per iteration, so these weights count in full (`collectives/data.py: _fsdp_calls`).
     """
     parallelism, sharding = spec.parallelism, spec.parallelism.sharding
     messages = 2 * residual_bytes(spec) if parallelism.pipeline > 1 else 0

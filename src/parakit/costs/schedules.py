@@ -143,7 +143,7 @@ def simulate_schedule(
 def _order_steps(
     schedule: PipelineSchedule, worker: int, pipeline: int, count: int, virtual: int
 ) -> list[Step]:
-    """Return the steps of one worker in order, for `count` micro batches."""
+    """Return the steps of one worker in the order in which the schedule runs them, for `count` micro batches."""
     indices = range(count * virtual)
     forwards = [_virtual_step(Pass.FORWARD, index, pipeline, virtual) for index in indices]
     backwards = [_virtual_step(Pass.BACKWARD, index, pipeline, virtual) for index in indices]
@@ -244,7 +244,7 @@ def _find_source(step: Step, worker: int, pipeline: int, virtual: int) -> tuple[
 
 @dataclass(frozen=True)
 class ScheduleFigures:
-    """Measurements of a simulated timeline."""
+    """Figures of a simulated timeline: idle time, stored activations, weight versions and staleness."""
 
     bubble: float
     """Idle time divided by working time of a worker; for GPipe and 1F1B the closed form is (p−1)/m.
@@ -262,7 +262,7 @@ class ScheduleFigures:
 
 
 def measure_schedule(timeline: SimulatedSchedule) -> ScheduleFigures:
-    """Return the measurements of a timeline."""
+    """Measure idle time, stored activations, weight versions and staleness of a simulated timeline."""
     events_by_worker: list[list[Event]] = [[] for _ in range(timeline.pipeline)]
     for event in timeline.events:
         events_by_worker[event.worker].append(event)
@@ -303,7 +303,10 @@ def closed_form_activations(timeline: SimulatedSchedule) -> tuple[float, ...]:
 
 
 def _count_stored_forwards(events: list[Event]) -> int:
-    """Return the maximum number of forwards whose backward has not ended."""
+    """Return the largest number of forwards of one worker whose activations are stored at the same time.
+
+    The activations of a forward are stored until the start of its backward.
+    """
     current = peak = 0
     for event in sorted(events, key=lambda event: event.start):
         if event.step.direction is Pass.FORWARD:

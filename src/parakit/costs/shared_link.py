@@ -15,7 +15,7 @@ NUM_NODES = 2
 
 
 class Sent(Protocol):
-    """Equal calls of one rank: a `CollectiveCall`, or calls recorded in a communication log."""
+    """Identical calls of one rank: a `CollectiveCall`, or an entry of a communication log."""
 
     @property
     def group(self) -> str:
@@ -61,8 +61,8 @@ def seconds_at_other_rate(seconds: float, link: float, measured_at: float, rate:
 def stride_and_ranks(parallelism: Parallelism, group: Group) -> tuple[int, int]:
     """Return the distance between neighbours of a group in global ranks, and the group's size.
 
-    Some groups have no constant distance. For them the result is that of the group of all ranks. The error is
-    small, because such groups communicate only a few numbers.
+    For groups without a constant distance, the result is the distance and the size of the group of all ranks. The
+    error is small, because such groups communicate only a few numbers.
     """
     tensor, context = parallelism.tensor, parallelism.context
     replicas = tensor * context * parallelism.data

@@ -278,10 +278,10 @@ def _end_tensors(
 ) -> Iterator[_Tensor]:
     """Yield the parameter tensors of a pipeline stage, or of the full model, outside transformer layers.
 
-    The first stage has the embeddings. The last stage has the final norm and the output layer; with one stage
-    and tied embeddings, the output layer has no tensor of its own. With multi-token prediction (MTP), the last
-    stage also has the blocks that join tokens and hidden states. Unless it is the first stage too, it has a
-    copy of the embeddings.
+    The first stage has the embeddings. The last stage has the final norm and the output layer. With one stage and
+    tied embeddings, the output layer has no tensor of its own. With multi-token prediction (MTP), the last stage
+    also has the blocks that join tokens and hidden states. If it is not the first stage too, it then has a copy of
+    the embeddings.
 
     Args:
         shape: The model.
@@ -562,7 +562,9 @@ def _layer_buffers(
 
 
 def _refuse_uneven(spec: RunSpec) -> None:
-    """Raise an UnevenSplitError that names the first dimension that a degree does not divide."""
+    """Raise an UnevenSplitError if a parallel size does not divide a dimension. The error names the first such
+    dimension.
+    """
     shape, split = spec.shape, spec.parallelism
     stages = split.pipeline * split.virtual_stages
     # If several TP ranks share a query group, its rows are split like those of any matrix, so the

@@ -51,8 +51,9 @@ def dataset_problems(dataset: Dataset, use: DatasetUse) -> Iterator[str]:
 def _vocabulary_problems(dataset: Dataset, use: DatasetUse) -> Iterator[str]:
     """Yield a sentence if the data set was made with another vocabulary than the model has.
 
-    Without a manifest the vocabulary is unknown. A sentence is then yielded only if a sample of the tokens has an id
-    outside the model's vocabulary.
+    A smaller vocabulary is no problem for a run that accepts one (`use.takes_smaller_vocabulary`). Without a manifest
+    the vocabulary is unknown. A sentence is then yielded only if a sample of the tokens has an id outside the model's
+    vocabulary.
     """
     vocabulary = dataset.vocabulary
     largest = largest_token(dataset) if vocabulary is None else 0

@@ -30,8 +30,8 @@ def lock_folder(folder: Path) -> Iterator[None]:
     """Make the folder, and lock it against other processes until the block ends or this process dies.
 
     Raises:
-        DatasetError: Another process holds the lock. The disk is full or the folder cannot be written,
-            at the start or within the block.
+        DatasetError: Another process holds the lock, the disk is full, or the folder cannot be written. The last two
+            errors are also raised for the code in the block.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,10 +57,14 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def publish(folder: Path, prefixes: Mapping[str, Path]) -> None:
-    """Rename the complete data sets `KEY.*` of a working folder to their prefixes; remove the folder.
+    """Move the complete data sets `KEY.*` of a working folder to their final prefixes, and remove the folder.
 
-    `prefixes` has the final prefix of each KEY. Older files of a prefix are replaced. The `.idx` is renamed
-    last, because Megatron takes no data set without an `.idx`.
+    Older files of a prefix are replaced. The `.idx` is renamed last, because Megatron takes no data set without an
+    `.idx`.
+
+    Args:
+        folder: The working folder.
+        prefixes: Final prefix of each KEY.
     """
     for key, prefix in prefixes.items():
         idx_path(prefix).unlink(missing_ok=True)
@@ -82,7 +86,7 @@ def move(source: Path, target: Path) -> None:
 
 
 def retire(folder: Path) -> None:
-    """Remove a working folder with its content; nothing happens if there is none.
+    """Remove a working folder with its content. Nothing happens if the folder does not exist.
 
     The folder is renamed to `FOLDER.done` first. So if this process is killed, the next command finds
     either the whole folder or none, and never a folder that is half removed.

@@ -253,7 +253,7 @@ def hash_file(path: Path) -> str:
 
 @functools.lru_cache(maxsize=64)
 def _hash_unchanged_file(path: Path, size_bytes: int, _modified_ns: int) -> str:
-    """Return the hash of `hash_file`. The size and the time stamp tell versions of the file apart."""
+    """Return the hash that `hash_file` describes. Results are cached by path, size and time stamp of the file."""
     if size_bytes <= FULLY_HASHED_BYTES:
         return compute_sha256(path)
     digest = hashlib.sha256(str(size_bytes).encode())
@@ -316,7 +316,7 @@ def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIn
     """Write one `.idx` for all pieces in order, in bounded memory, and flush the file to the disk.
 
     Args:
-        path: The `.idx` file; an existing file is overwritten.
+        path: The `.idx` file. An existing file is overwritten.
         dtype: Type of the token ids in the `.bin`, such as `uint16`.
         pieces: Function that returns the pieces. It is called several times and must return the same
             pieces each time.
@@ -347,8 +347,8 @@ def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIn
 def open_dataset(prefix: Path) -> Dataset:
     """Check a data set in a fraction of a second and return its description.
 
-    The check covers the header, the sizes of both files and the manifest's counts. It reads no token and
-    no hash; `verify_dataset` does.
+    The check covers the header, the sizes of both files and the manifest's counts. Tokens and hashes are not checked.
+    `verify_dataset` checks them.
 
     Raises:
         DatasetError: A file is missing, damaged or cut short, or the files do not belong together.
@@ -388,7 +388,7 @@ def _advise_how_to_make(prefix: Path) -> str:
 
 
 def read_manifest(prefix: Path) -> Manifest | None:
-    """Read `PREFIX.manifest.json`; return None if the file does not exist.
+    """Read `PREFIX.manifest.json`, and return its content, or None if the file does not exist.
 
     Raises:
         DatasetError: The file exists but is not a manifest.
@@ -420,7 +420,7 @@ def write_manifest(
         engine: Program that encoded the text.
         problems: Number of documents by kind of problem.
         identity: Input files and settings of the tokenization.
-        shards: Size and hash of all shards of the `.bin` in order; at least one.
+        shards: Size and hash of all shards of the `.bin` in order. There must be at least one.
     """
     dataset = open_dataset(prefix)
     # The hash of a shard covers the `.bin` from its first byte to the shard's end, so the last shard's hash
@@ -503,9 +503,11 @@ def _check_sizes(dataset: Dataset) -> int:
 
 
 def _check_size(path: Path, expected_bytes: int, source: str) -> None:
-    """Raise DatasetError if the file has another size.
+    """Raise DatasetError if the size of a file is not `expected_bytes`.
 
-    `source` is the end of the error's sentence, such as "its header asks for".
+    Args:
+        source: Part of the error's sentence that says where the expected size comes from, such as "its header asks
+            for".
     """
     actual_bytes = path.stat().st_size
     if actual_bytes != expected_bytes:

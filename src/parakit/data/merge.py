@@ -36,10 +36,10 @@ def join_datasets(datasets: Sequence[Dataset], prefix: Path, identity: RunIdenti
     """Write one data set at `prefix` that holds all `datasets` in order.
 
     Args:
-        datasets: At least one data set; all have the same dtype.
-        prefix: Path of the result without suffix; existing files are overwritten.
-        identity: Identity in the result's manifest, which sums up the manifests of `datasets`. If it is
-            None, no manifest is written; otherwise at least one data set must have a manifest.
+        datasets: At least one data set. All must have the same dtype.
+        prefix: Path of the result without suffix. Existing files are overwritten.
+        identity: Identity for the result's manifest, which sums up the manifests of `datasets`. At least one data
+            set must have a manifest then. If `identity` is None, no manifest is written.
 
     Raises:
         DatasetError: The hash of a data set's tokens differs from its manifest.
@@ -103,10 +103,10 @@ def merge_datasets(
     inputs have one.
 
     Args:
-        prefixes: Paths of the inputs without suffix; at least one.
+        prefixes: Paths of the inputs without suffix. There must be at least one.
         output: Path of the result without suffix.
-        overwrite: Replace a data set that exists at `output`.
-        say: Function that prints a sentence; it is called if inputs lack a manifest.
+        overwrite: True if a data set that exists at `output` is replaced.
+        say: Function that prints a sentence. It is called if inputs lack a manifest.
 
     Raises:
         DatasetError: A data set is damaged, the data sets do not belong together, or `output` is one of
@@ -178,9 +178,9 @@ def _check_shared_properties(datasets: Sequence[Dataset]) -> None:
 
 
 def _shared_properties(dataset: Dataset) -> Iterator[tuple[str, object]]:
-    """Yield name and value of the properties that joined data sets must share.
+    """Yield pairs of name and value for the properties that joined data sets must share.
 
-    Without a manifest only the dtype is known.
+    Without a manifest only the dtype is known, and only the dtype is yielded.
     """
     yield "dtype", dataset.dtype
     if manifest := dataset.manifest:

@@ -38,7 +38,7 @@ _SHORT_PART_NAMES = ("train", "valid", "test")
 
 @dataclass(frozen=True)
 class Draw:
-    """Size of one part and the samples that Megatron draws from it (`core/datasets/gpt_dataset.py`)."""
+    """Size of one part of a data set, and the samples that Megatron draws from it (`core/datasets/gpt_dataset.py`)."""
 
     split: str
     """Name of the part: `train`, `valid` or `test`."""
@@ -130,7 +130,7 @@ def divide_into_parts(dataset: Dataset, split: str) -> tuple[DatasetPart, ...]:
 def unusable_parts(
     dataset: Dataset, split: str, seq_length: int, evaluates: bool = True
 ) -> list[DatasetPart]:
-    """Return the parts on which Megatron fails; an empty list means that `split` works.
+    """Return the parts of the data set on which Megatron fails. An empty list means that `split` works.
 
     `evaluates` is False for a run with `--eval-iters 0`.
     """
@@ -144,8 +144,9 @@ def unusable_parts(
 def usable_split(dataset: Dataset, seq_length: int, evaluates: bool = True) -> str | None:
     """Return a `--split` near to 949,50,1 that Megatron can use for a small data set, or None.
 
-    None means that the data set is too small for any split. The weights are numbers of sequences. Two
-    sequences give no test part. One sequence, or `evaluates` False, gives a training part only.
+    None means that the data set is too small for any split. The weights are numbers of sequences. A data set of two
+    sequences gets no test part. A data set of one sequence gets only a training part, and so does a run without
+    evaluation (`evaluates` is False).
     """
     count = dataset.sequences
     validation = max(1, count * 50 // 1000)
@@ -212,7 +213,7 @@ def count_draws(
         split: Weights of the parts, such as `949,50,1`.
         seq_length: Tokens per sample.
         samples: Requested training samples: iterations times the global batch size.
-        evaluation_samples: Requested validation samples, then test samples; 0 if missing.
+        evaluation_samples: Requested validation samples, and then requested test samples. A missing number is 0.
 
     Raises:
         DatasetError: `split` has no weights, too many weights or only zeros.

@@ -28,7 +28,7 @@ _BAR_CHARACTERS = 40
 
 @dataclass(frozen=True)
 class Stats:
-    """Counts over all documents of a data set; lengths are in tokens."""
+    """Counts over all documents of a data set. Lengths are in tokens."""
 
     documents: int
     sequences: int

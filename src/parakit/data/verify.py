@@ -33,12 +33,12 @@ class DatasetCheck(NamedTuple):
 
 
 def verify_dataset(prefix: Path, vocabulary: int | None = None) -> DatasetCheck:
-    """Read and check all bytes of a data set.
+    """Read and check all bytes of a data set, and return the problems that were found.
 
     Args:
         prefix: Path of the data set without suffix.
-        vocabulary: Number of entries of the tokenizer; token ids must be below it. None takes the
-            manifest's number. If there is no manifest either, only negative ids are found.
+        vocabulary: Number of entries of the tokenizer. Token ids must be smaller. None takes the number of the
+            manifest. If there is no manifest either, only negative ids are found.
     """
     try:
         dataset = open_dataset(prefix)

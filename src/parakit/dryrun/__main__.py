@@ -16,7 +16,10 @@ from parakit.artifacts.dry_run import RankAnswer, RankJob
 
 
 def main() -> None:
-    """Read jobs from stdin and write answers to stdout until the input ends."""
+    """Read one job per line from stdin, run it, and write one answer per line to stdout, until the input ends.
+
+    Everything that Megatron prints goes to stderr.
+    """
     answers = os.dup(1)
     # Megatron prints to stdout, where the planner reads answers. Its lines go to stderr instead.
     os.dup2(2, 1)
@@ -30,10 +33,10 @@ def main() -> None:
 
 
 def _run_in_fork(entry: ModuleType, job: RankJob) -> bytes:
-    """Run a job in a fork and return its encoded answer.
+    """Run a job in a forked process, and return the encoded answer.
 
-    Megatron's state is global, so a process can be only one rank. If the fork ends without an answer, the returned
-    answer is an error.
+    Megatron's state is global, so a process can be only one rank. If the forked process ends without an answer, the
+    returned answer has an error.
     """
     receive, send = os.pipe()
     child = os.fork()
@@ -51,7 +54,10 @@ def _run_in_fork(entry: ModuleType, job: RankJob) -> bytes:
 
 
 def _answer_job(entry: ModuleType, job: RankJob) -> RankAnswer:
-    """Run a job in this process and return its report, or the first line of its error."""
+    """Run a job in this process, and return an answer with the job's report or with the first line of its error.
+
+    The full traceback of an error is printed.
+    """
     from parakit.dryrun.run import run_rank
 
     try:

@@ -37,7 +37,7 @@ def _all_gather_object(gathered: list[Any], item: Any, _: Any = None, **__: Any)
 
 
 def _build_converter(dtype: torch.dtype) -> Callable[[Any], Callable[..., torch.nn.Module]]:
-    """Return the function that replaces `Module.half` or `Module.bfloat16` by a method for fake tensors.
+    """Return a function that makes a replacement of `Module.half` or `Module.bfloat16` for fake tensors.
 
     torch's own methods swap fake parameters in place, which fails if a weak reference to a parameter exists. The
     replacement creates new parameters. It copies the attributes that Megatron set on the old parameters.

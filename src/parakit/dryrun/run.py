@@ -150,7 +150,7 @@ class IterationWatch:
         return Patch("dry_run_ledger", reason, lambda context: True, replaced)
 
     def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `train_step` that calls `original` and counts its calls and live bytes."""
+        """Return a `train_step` that calls `original`, and counts the collective calls and live bytes in it."""
 
         @functools.wraps(original)
         def train_step(
@@ -170,7 +170,7 @@ class IterationWatch:
         return train_step
 
     def _end_iteration(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `checkpoint_and_decide_exit` with the end of counting before it."""
+        """Return a `checkpoint_and_decide_exit` that ends the counting before it calls `original`."""
 
         @functools.wraps(original)
         def checkpoint_and_decide_exit(*args: Any, **kwargs: Any) -> Any:

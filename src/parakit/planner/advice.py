@@ -263,9 +263,9 @@ def tie_sentence(plan: Plan) -> str:
 
 
 def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
-    """Return a sentence with the lead of a winner over the second strategy, and the components that make it.
+    """Return a sentence that says how much longer the second strategy takes, and in which components it differs.
 
-    The sentence says if both are tied.
+    If both strategies are tied, the sentence says so instead.
     """
     seconds, second_seconds = winner.seconds.total, second.seconds.total
     if winner.is_tied(second):
@@ -281,9 +281,10 @@ def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
 
 
 def describe_saving(winner: Candidate, second: Candidate) -> str:
-    """Return the component in which a winner saves most against a second, and the one in which it loses most.
+    """Return a phrase with the component in which the winner saves most time against the second strategy.
 
-    The result is a phrase that starts with a verb, such as `saves 26.4 ms of matrix products`.
+    The phrase starts with a verb, such as `saves 26.4 ms of matrix products`. If the winner needs more time in another
+    component, the component with the largest loss is added.
     """
     gaps = {
         name: getattr(second.seconds, name) - getattr(winner.seconds, name)
@@ -377,8 +378,9 @@ def _round_bytes(size_bytes: float) -> str:
 
 
 def one_device_sentence(request: Request, winner: Candidate) -> str:
-    """Return sentences that say if one device is enough for the same training, and how much faster all devices
-    are.
+    """Return sentences that say if one device is enough for the same training.
+
+    If one device is enough, a second sentence says how many times as fast all devices are.
     """
     unsplit = replace(request.template, parallelism=Parallelism())
     single = replace(request, cluster=replace(request.cluster, devices=1), template=unsplit)

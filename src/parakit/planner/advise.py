@@ -98,8 +98,9 @@ def _answer_one_kind(plan: Plan, winner: Candidate) -> str:
 def _name_family_to_avoid(
     winner: Candidate, best_by_family: dict[StrategyFamily, Candidate]
 ) -> str:
-    """Return a sentence with the kinds of parallelism that do not fit alone. If all fit, it names the slowest
-    kind.
+    """Return a sentence with the kinds of parallelism that do not fit alone.
+
+    If all kinds fit, the sentence has the slowest kind and how much longer it takes than the winner.
     """
     too_large = [
         f"{family} alone ({gib(best.memory.total, 0)} GiB per device)"
@@ -125,8 +126,9 @@ def _name_family_to_avoid(
 def _answer_megatron(
     winner: Candidate, best_by_family: dict[StrategyFamily, Candidate], plan: Plan
 ) -> str:
-    """Return the answer to the question if Megatron's kinds of parallelism gain time over DDP, FSDP and
-    DeepSpeed.
+    """Return the answer to this question: do the kinds of parallelism that only Megatron has save time?
+
+    The comparison is with the kinds that DDP, FSDP and DeepSpeed have too.
 
     The answer begins with "Yes", "Hardly" or "Not needed".
     """

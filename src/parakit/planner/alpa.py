@@ -28,7 +28,7 @@ MOST_UNITS = 16
 
 @dataclass(frozen=True)
 class StageCost:
-    """Cost of one stage on one submesh."""
+    """Time and memory of one stage on some devices, with the way in which these devices split the stage."""
 
     seconds: float
     """Forward and backward of one micro batch, and its fraction of the time after the last backward."""
@@ -60,7 +60,7 @@ _Stages = tuple[float, tuple[AlpaStage, ...]]
 
 @dataclass(frozen=True)
 class AlpaPlan:
-    """The stages that the method chooses."""
+    """Stages that Alpa's method chooses, and the time of an iteration."""
 
     stages: tuple[AlpaStage, ...]
     layers_per_unit: int
@@ -114,9 +114,9 @@ def list_submeshes(devices: int, per_node: int) -> list[int]:
 def find_best_stages(
     units: int, meshes: list[int], devices: int, count: int, capacity: int, costs: Costs
 ) -> _Stages | None:
-    """Return the least seconds per iteration, and the stages that reach it; None if nothing fits.
+    """Return the least seconds per iteration, and the stages that reach this time. The result is None if nothing fits.
 
-    The function solves the dynamic program once per bound on the slowest stage, from the lowest bound up.
+    The function solves the dynamic program once per bound on the slowest stage, beginning with the lowest bound.
 
     Args:
         units: Number of units of the model, in order.
@@ -198,7 +198,7 @@ def _solve_within_bound(
 
 
 def run_alpa(request: Request) -> AlpaPlan | None:
-    """Return the fastest plan of Alpa's method over all numbers of micro batches; None if nothing fits.
+    """Return the fastest plan of Alpa's method over all numbers of micro batches. The result is None if nothing fits.
 
     Raises:
         ValueError: The cluster has more than `MOST_DEVICES` devices.
@@ -273,8 +273,8 @@ def _enumerate_stage_specs(
 def _cost_stage_spec(request: Request, spec: RunSpec, rank: int, samples: int) -> StageCost:
     """Return the time per micro batch and the memory of pipeline rank `rank` of a run.
 
-    A micro batch has `samples` samples over all replicas. The time includes a share of the work after the last micro
-    batch.
+    A micro batch has `samples` samples over all replicas. The time of the work after the last micro batch, such as the
+    update, is divided evenly among the micro batches and included.
     """
     seconds, seconds_after = stage_seconds(spec, request.cluster, rank)
     single_batch = replace(spec, batch=replace(spec.batch, global_batch_size=samples))
@@ -290,7 +290,7 @@ def _cost_stage_spec(request: Request, spec: RunSpec, rank: int, samples: int) -
 def _convert_to_candidate(
     request: Request, stages: tuple[AlpaStage, ...], samples: int
 ) -> Candidate | None:
-    """Return the candidate of Megatron that has these stages.
+    """Return the strategy of Megatron that has these stages, evaluated as a candidate.
 
     The result is None if the stages differ in layers or parallelism, or if Megatron refuses the run.
     """

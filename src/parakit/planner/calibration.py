@@ -146,7 +146,13 @@ def _parse_stated_product(text: str, dtype: str) -> _StatedProduct:
 def _solve_peak_fraction(name: str, cluster: Cluster, dtype: str, product: _StatedProduct) -> float:
     """Find by bisection the value of a calibration constant with which a matrix product gets its stated rate.
 
-    The constant is a fraction of the device's peak rate, `matmul` or `matmul_fp8`. `dtype` is that of the run.
+    The constant is a fraction of the device's peak rate.
+
+    Args:
+        name: Name of the constant, `matmul` or `matmul_fp8`.
+        cluster: The cluster with all other constants.
+        dtype: Dtype of the run.
+        product: The product and its stated rate.
 
     Raises:
         RequestError: The stated rate is above the rate that `product_seconds` predicts for the full peak.

@@ -23,9 +23,10 @@ LARGEST_MICRO_BATCH = 64
 def enumerate_splits(
     shape: ModelShape, devices: int, expert_tensor: int = 0
 ) -> Iterator[Parallelism]:
-    """Yield every parallelism over `devices` ranks that splits the model's heads, sequence and layers evenly.
+    """Yield every parallelism over `devices` ranks with which the model can be split.
 
-    Virtual stages and sharding are left out.
+    Heads, MLP columns and the sequence must be divisible. Layers may be placed unevenly on pipeline stages. Virtual
+    stages and sharding are left out.
 
     Args:
         expert_tensor: Ranks over which each expert is split. 0 means the tensor parallelism of all other layers.
@@ -134,7 +135,8 @@ def list_cp_comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]
     """Return the values of `--cp-comm-type` that a search tries.
 
     Without context parallelism the result is `p2p` alone. All-to-all is included only if CP divides the key and
-    value heads of a rank. CPU ranks and Megatron's own layers (`--transformer-impl local`) have `all_gather` alone.
+    value heads of a rank. The ring (`p2p`) is left out for models with sliding windows. CPU ranks and Megatron's own
+    layers (`--transformer-impl local`) have `all_gather` alone.
     """
     if split.context == 1:
         return ("p2p",)
@@ -148,10 +150,10 @@ def list_cp_comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]
 
 
 def _split_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
-    """Yield `plain` with each legal expert parallel size, with and without sequence parallelism.
+    """Yield `plain` with each legal expert-parallel size, with and without sequence parallelism.
 
-    A model with experts always has sequence parallelism if it has tensor parallelism. Nothing is yielded if the
-    experts cannot be split over their ranks of tensor parallelism.
+    A dense model has the expert-parallel size 1. A model with experts always has sequence parallelism if it has tensor
+    parallelism. Nothing is yielded if an expert cannot be split over its expert-tensor-parallel ranks.
     """
     tokens_per_rank = shape.seq_length // plain.context
     can_split_sequence = plain.tensor > 1 and tokens_per_rank % plain.tensor == 0

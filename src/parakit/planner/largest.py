@@ -178,7 +178,13 @@ def _build_table(
 
 
 def _draw_models(models: list[LargestModel], path: Path, cluster: str) -> None:
-    """Write the sizes as an SVG picture, two bars per strategy; `cluster` names the devices in the title."""
+    """Draw the sizes of the models as an SVG picture, with two bars per strategy.
+
+    Args:
+        models: Two models per strategy, as `find_largest_models` returns them.
+        path: The SVG file.
+        cluster: Name of the devices, for the title.
+    """
     names = [model.strategy for model in models[::2]]
     with svg_figure(path, "largest", 8, 0.8 + 0.45 * len(names)) as figure:
         axes = figure.subplots()

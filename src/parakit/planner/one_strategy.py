@@ -120,8 +120,8 @@ def _parse_named_strategy(options: PlanOptions) -> Parallelism:
     """Return the parallelism that STRATEGY= names. Its number of devices must be the number that the options state.
 
     Raises:
-        RequestError: The strategy is not in the grammar, does not multiply to the number of devices, or splits
-            experts otherwise than Megatron's flag states.
+        RequestError: The strategy is not in the grammar, does not multiply to the number of devices, or splits experts
+            over another number of ranks than Megatron's flag states.
     """
     assert options.strategy is not None
     domain = device_by_key(options.gpu).domain
@@ -215,7 +215,7 @@ def encode_timed_strategy(
 
     Args:
         timed: The strategy that STRATEGY= names.
-        other: The strategy with the changes of WHAT_IF=, which is included; None without WHAT_IF=.
+        other: The strategy with the changes of WHAT_IF=, or None without WHAT_IF=. Its prediction is included.
     """
     return {
         "model": timed.request.model.name,

@@ -28,7 +28,7 @@ DEFAULTS, TUNED, ALL = "defaults", "tuned", "all"
 
 @dataclass(frozen=True)
 class Switch:
-    """Flags of Megatron that are set together."""
+    """Group of Megatron's flags that a recipe sets together."""
 
     name: str
     flags: tuple[str, ...]
@@ -40,7 +40,7 @@ class Switch:
 
 @dataclass(frozen=True)
 class ChosenSwitch:
-    """A switch of a plan, and what the winner gains by it."""
+    """Switch that a plan sets, and the time and memory that the plan's winner saves by the switch."""
 
     name: str
     flags: tuple[str, ...]
@@ -87,10 +87,10 @@ _GATHERED = Switch("weights kept in fp8", ("--fp8-param-gather",), _EIGHT.name, 
 
 
 def list_switches(recipe: str, request: Request) -> tuple[Switch, ...]:
-    """Return the switches of a recipe that the model and device can have.
+    """Return the switches of a recipe that the model and the device support.
 
-    Switches whose flags the request already sets, and switches that need a missing one, are left out. CPU ranks and the
-    recipe `defaults` have none.
+    Two kinds of switches are left out: those whose flags the request already sets, and those that need another switch
+    which is left out. The result is empty for CPU ranks and for the recipe `defaults`.
     """
     stated = Flags((*request.model.flags, *request.extra))
     device, template = request.cluster.device, request.template
@@ -111,9 +111,15 @@ def list_switches(recipe: str, request: Request) -> tuple[Switch, ...]:
 def search_recipes(
     recipe: str, options: PlanOptions, slack: float = 1.0
 ) -> tuple[Plan, tuple[ChosenSwitch, ...]]:
-    """Return the plan with the switches that its winner gains by, and what the winner gains by each.
+    """Search with the switches of a recipe, and drop the switches by which the winner gains nothing.
 
-    `slack` is that of `search_configurations`. There are no switches if nothing fits.
+    Return the plan with the remaining switches, and the gain of its winner by each of them. There are no switches if
+    nothing fits.
+
+    Args:
+        recipe: Name of the recipe.
+        options: Options of the plan.
+        slack: The argument `slack` of `search_configurations`.
     """
     switches = list_switches(recipe, build_request(options))
     plan = search_configurations(_build_request_with(options, switches), slack=slack)
@@ -137,7 +143,10 @@ def search_recipes(
 
 
 def recipe_sentence(recipe: str, chosen: Sequence[ChosenSwitch]) -> str:
-    """Return which switches a plan's command sets beyond Megatron's defaults, and what each saves."""
+    """Return sentences with the switches that a plan sets beyond Megatron's defaults, and the gain by each.
+
+    Without switches, the sentence says that the recipe has nothing to offer.
+    """
     if not chosen:
         return f"RECIPE={recipe} has nothing that would make this faster or smaller."
     return (
@@ -165,7 +174,7 @@ def _evaluate_under(request: Request, candidate: Candidate) -> Candidate:
 
 
 def _measure_gain(switch: Switch, without: Candidate, with_switch: Candidate) -> ChosenSwitch:
-    """Return what a switch saves, from a candidate without and with the switch."""
+    """Return the fraction of time and the bytes that a switch saves, from a candidate without and with the switch."""
     return ChosenSwitch(
         switch.name,
         switch.flags,

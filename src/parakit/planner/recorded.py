@@ -21,7 +21,7 @@ from parakit.planner.time.rates import NoPeakError
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A run as its folder or its log describes it."""
+    """Description of a run that was trained, read from its folder or its log."""
 
     spec: RunSpec
     device: Device
@@ -35,7 +35,7 @@ class RecordedRun:
 def predict_recorded_run(
     run: RecordedRun, runs_root: Path, own_measurements: Path | None
 ) -> Uncertainty | None:
-    """Predict the iteration time of a run, corrected by other runs that were measured here.
+    """Predict the iteration time of a run. Other runs that were measured on this machine correct the prediction.
 
     Args:
         run: The run.
@@ -43,9 +43,9 @@ def predict_recorded_run(
         own_measurements: File of the user's own measurements. The row of this run is not used.
 
     Returns:
-        The prediction with the error to expect of it. None if the planner cannot predict the run: a
-        log describes it incompletely, it has linear attention, its device has no rate for its dtype, or
-        it ran on CPU ranks of a machine that was never calibrated.
+        The prediction and its expected error, or None if the planner cannot predict the run. The planner cannot
+        predict a run that a log describes incompletely, or a run with linear attention. It needs a device with a rate
+        for the run's dtype. For CPU ranks, it needs a machine that was calibrated.
 
     Raises:
         MeasurementsError: The file of the user's own measurements is no table.
@@ -65,7 +65,10 @@ def predict_recorded_run(
 
 
 def _cluster_of(run: RecordedRun, runs_root: Path) -> Cluster | None:
-    """Return the cluster of a run; None for CPU ranks without measured constants."""
+    """Return the cluster on which a run was trained, with the constants that were measured on this machine.
+
+    The result is None for CPU ranks without measured constants.
+    """
     device, on_cpu = run.device, run.device.key == "cpu"
     calibration = load_device_calibration(runs_root, device)
     if on_cpu and calibration.matmul is None:

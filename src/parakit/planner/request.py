@@ -34,10 +34,10 @@ EXPERT_TENSOR = "--expert-tensor-parallel-size"
 
 
 def build_request(options: PlanOptions) -> Request:
-    """Return the request that the options describe, with defaults for what they leave out.
+    """Return the search request that the options describe. Options that are not set have defaults.
 
     Raises:
-        RequestError: Numbers contradict one another or are impossible.
+        RequestError: Options contradict one another or are impossible.
         UnknownModelError: There is no such model.
         UnknownHardwareError: There is no such device or link.
         MeasurementsError: The file of the user's own measurements is no table.
@@ -101,10 +101,10 @@ def build_request(options: PlanOptions) -> Request:
 
 
 def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> int:
-    """Return the global batch: that of the options, else the model's.
+    """Return the global batch of the options, or of the model if the options state none.
 
-    The kit's models state the batch of one device, which grows with the devices. A user's own file states the full
-    global batch.
+    The kit's models state a batch for one device, which is multiplied by the number of devices. A user's own file
+    states the full global batch.
 
     Raises:
         RequestError: The batch is below 1.
@@ -122,11 +122,11 @@ def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> i
 def _build_template(
     options: PlanOptions, model: Model, extra: list[str], global_batch: int
 ) -> RunSpec:
-    """Return the run without its strategy, on GPUs and with the model's own dtype.
+    """Return the run that a search splits: it has no parallelism, runs on GPUs and has the model's dtype.
 
     Raises:
-        RequestError: IMBALANCE= is not possible for the model, or the expert tensor parallel size or the sequence
-            length is not.
+        RequestError: The model cannot have the imbalance of IMBALANCE=, the expert-tensor-parallel size, or the
+            sequence length.
     """
     imbalance = options.imbalance
     if imbalance is not None:
@@ -150,7 +150,7 @@ def _build_template(
 
 
 def parse_stated_expert_tensor(options: PlanOptions) -> int:
-    """Return the ETP that the flags of the model's file or of EXTRA state; 0 if they state none.
+    """Return the expert-tensor-parallel size that the model's file or EXTRA= states, or 0 if neither does.
 
     Raises:
         RequestError: The model is dense, or the degree is below 1.
@@ -160,7 +160,7 @@ def parse_stated_expert_tensor(options: PlanOptions) -> int:
 
 
 def parse_expert_tensor(flags: Flags, model: Model) -> int:
-    """Return the ETP that these flags state for a model; 0 if they state none.
+    """Return the expert-tensor-parallel size that these flags state for a model, or 0 if they state none.
 
     Raises:
         RequestError: The model is dense, or the degree is below 1.
@@ -178,9 +178,10 @@ def parse_expert_tensor(flags: Flags, model: Model) -> int:
 
 
 def list_ignored_flags(request: Request, is_one_strategy: bool) -> tuple[str, ...]:
-    """Return the flags of the model's file and of EXTRA that the prediction does not count.
+    """Return the names of the flags in the model's file and in EXTRA= that do not change the prediction.
 
-    `is_one_strategy` is True if STRATEGY= names a strategy, because some flags count only then.
+    Args:
+        is_one_strategy: True if STRATEGY= names a strategy. Some flags change only such a prediction.
     """
     kinds = ("counted", "neither", "one strategy") if is_one_strategy else ("counted", "neither")
     model_flags = drop_flags(request.model.flags, flags_planned_as("MICRO_BATCH=", "GLOBAL_BATCH="))
@@ -189,7 +190,7 @@ def list_ignored_flags(request: Request, is_one_strategy: bool) -> tuple[str, ..
 
 
 def explain_ignored_flag(name: str) -> str:
-    """Return as a phrase why no prediction of this request counts a flag."""
+    """Return a phrase with the reason why a flag does not change the prediction, such as "no formula counts it"."""
     flag = FLAGS.get(name)
     if flag is None:
         return "not known to this kit"
@@ -199,10 +200,11 @@ def explain_ignored_flag(name: str) -> str:
 
 
 def _parse_extra(extra: str | None) -> list[str]:
-    """Return EXTRA as arguments.
+    """Split the text of EXTRA= into arguments. None gives no arguments.
 
     Raises:
-        RequestError: EXTRA has no flags, flags that contradict each other, or a flag that a variable sets.
+        RequestError: EXTRA= does not begin with a flag, has flags that contradict each other, or has a flag that a
+            variable of make sets.
     """
     try:
         arguments = shlex.split(extra or "")
@@ -224,10 +226,15 @@ def _parse_extra(extra: str | None) -> list[str]:
 
 
 def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
-    """Raise an error if no rank of `ranks` expert-parallel ranks can receive so many tokens.
+    """Raise an error if the load of experts cannot be as uneven as IMBALANCE= states.
+
+    Args:
+        imbalance: Tokens of the busiest rank, divided by the mean.
+        shape: The model's shape.
+        ranks: Number of expert-parallel ranks.
 
     Raises:
-        RequestError: The imbalance is too large; the message names the largest possible one.
+        RequestError: The imbalance is too large. The message has the largest possible imbalance.
     """
     largest = max_imbalance(shape, ranks)
     if imbalance > largest:
@@ -240,7 +247,7 @@ def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
 def replace_sequence_length(spec: RunSpec, seq_length: int | None) -> RunSpec:
     """Return a run with another sequence length, and as many learned positions as the length needs.
 
-    None keeps the run as it is.
+    If `seq_length` is None, the run is returned unchanged.
 
     Raises:
         RequestError: The length is below 1.
@@ -255,10 +262,10 @@ def replace_sequence_length(spec: RunSpec, seq_length: int | None) -> RunSpec:
 
 
 def resolve_device_counts(options: PlanOptions, domain: int) -> tuple[int, int]:
-    """Return the number of devices, and of devices per node, from any two of the options GPUS, NODES and
-    GPUS_PER_NODE.
+    """Return the number of devices, and the number of devices per node.
 
-    A node has `domain` devices, those of an NVLink domain, unless the options say so.
+    Both numbers follow from the options GPUS, NODES and GPUS_PER_NODE. By default a node has `domain` devices, as many
+    as an NVLink domain. Without GPUS and NODES there is one node, with GPUS_PER_NODE devices or with one device.
 
     Raises:
         RequestError: The numbers contradict one another, are below 1, or exceed `MOST_DEVICES`.

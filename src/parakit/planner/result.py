@@ -40,7 +40,7 @@ class NothingFitsError(ValueError):
 
 @dataclass(frozen=True, repr=False)
 class PlanResult(PresentedTable):
-    """A plan that has a winner, with what the options ask of the winner."""
+    """Plan that has a winner, with the further results for which the options ask."""
 
     plan: Plan
     recipe: str = ""
@@ -100,7 +100,7 @@ class PlanResult(PresentedTable):
             print_verified(list(self.verified), console)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `parakit plan --json` prints: bytes, seconds, tokens per second."""
+        """Return the result as a dictionary for `parakit plan --json`, in bytes, seconds and tokens per second."""
         data = encode_plan(self.plan, self.training_days, self.scaling)
         if self.recipe:
             data["recipe"] = [asdict(switch) for switch in self.switches]
@@ -116,12 +116,14 @@ class PlanResult(PresentedTable):
 
 
 def plan_strategies(options: PlanOptions) -> PlanResult:
-    """Rank every legal way to split a model over devices, and return the ranking with what the options ask.
+    """Rank every legal strategy for a model on the devices, and return the ranking.
+
+    The result also has what the options ask for: days of training, a comparison with Alpa's method, and dry runs.
 
     Raises:
-        NothingFitsError: Nothing fits these devices.
-        RequestError: An option is only of one strategy, or the request contradicts itself.
-        ValueError: As `request_from_options`.
+        NothingFitsError: No strategy fits these devices.
+        RequestError: An option needs STRATEGY=, or options contradict one another.
+        ValueError: The model or the hardware is unknown, or `build_request` refuses the options for another reason.
     """
     for name in _OPTIONS_OF_ONE_STRATEGY:
         if getattr(options, name) is not None:
@@ -149,7 +151,10 @@ def plan_strategies(options: PlanOptions) -> PlanResult:
 
 
 def _refusal(plan: Plan) -> str:
-    """Return why nothing fits, and on how many devices the model would fit, if any number is enough."""
+    """Return sentences with the reason why nothing fits, and the number of devices on which the model would fit.
+
+    The number is left out if no number of devices is enough.
+    """
     sentence, cluster = no_fit_sentence(plan), plan.request.cluster
     needed = find_devices_needed(plan.request) if plan.lightest else None
     if needed is None:

@@ -96,7 +96,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A configuration with its predicted memory and time."""
+    """Configuration of a run, with its predicted memory and time."""
 
     spec: RunSpec
     memory: PredictedMemory
@@ -155,13 +155,14 @@ class Plan:
 
 
 def search_configurations(request: Request, kept: int = MOST_RANKED, slack: float = 1.0) -> Plan:
-    """Return the `kept` fastest strategies that fit the cluster, out of all legal configurations.
+    """Search all legal configurations, and return a plan with the `kept` fastest strategies that fit the cluster.
 
     Args:
         request: Model, cluster and batch.
-        kept: Number of strategies to rank. Numbers of virtual stages and micro batches count as one strategy.
-        slack: A factor above 1 also evaluates configurations that are up to this many times slower than the last
-            ranked one, for pictures.
+        kept: Number of strategies to rank. Configurations that differ only in virtual stages, micro batch or
+            recomputation count as one strategy.
+        slack: With a factor above 1, configurations that take up to this many times as long as the last ranked
+            strategy are evaluated too. Pictures show them.
 
     Raises:
         NoPeakError: The device has no matrix rate in the requested dtype.
@@ -182,10 +183,11 @@ def search_configurations(request: Request, kept: int = MOST_RANKED, slack: floa
 def _search_bounds(
     request: Request, bounds: list[_Bound], kept: int, slack: float
 ) -> tuple[Iterable[Candidate], list[Candidate]]:
-    """Return the best fitting candidate per strategy, and all candidates that were evaluated.
+    """Return the fastest fitting candidate per strategy, and all candidates that were evaluated.
 
-    The function empties `bounds`, a heap by seconds, until the lowest bound exceeds the time of the last kept
-    candidate.
+    The function takes the lowest bound from `bounds`, a heap by seconds, and evaluates its configurations. It stops
+    when the lowest bound exceeds the time of the `kept`-th strategy times `slack`. Strategies that are tied with the
+    fastest are found in any case.
     """
     limit = inf
     best: dict[Parallelism, Candidate] = {}
@@ -212,9 +214,10 @@ def _search_bounds(
 
 
 def _evaluate_variants(request: Request, bound: _Bound, limit: float) -> Iterator[Candidate]:
-    """Yield the candidates of a bound with all choices made, per number of virtual stages and sharding.
+    """Yield a candidate for each number of virtual stages and each sharding of a bound without open choices.
 
-    Variants that take more than `limit` seconds or more memory than may be recommended are left out.
+    Candidates whose bound exceeds `limit` seconds are left out. So are candidates that need more memory than may be
+    recommended.
     """
     for spec in enumerate_variants(bound.plain):
         if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
@@ -225,7 +228,11 @@ def _evaluate_variants(request: Request, bound: _Bound, limit: float) -> Iterato
 
 
 def _put_preferred_first(ranked: list[Candidate]) -> list[Candidate]:
-    """Return candidates with the preferred one of those tied with the fastest in front."""
+    """Return the candidates with the preferred candidate in front.
+
+    The preferred candidate is chosen by `choose_preferred` among those that are tied with the fastest. The others keep
+    their order.
+    """
     if not ranked:
         return ranked
     seconds = {candidate.spec: candidate.seconds.total for candidate in ranked}
@@ -237,21 +244,21 @@ def _put_preferred_first(ranked: list[Candidate]) -> list[Candidate]:
 def evaluate_configuration(
     request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory] | None = None
 ) -> Candidate:
-    """Return one configuration with predicted memory, time and rates, corrected by the user's own runs.
+    """Predict memory, time and rates of one configuration. The user's own runs correct the time.
 
     Args:
-        request: Cluster and own runs.
+        request: The request with the cluster and the user's own runs.
         spec: The configuration.
-        fullest: Pipeline rank with the peak memory, and its memory; None computes both.
+        fullest: Pipeline rank with the peak memory, and its memory. None computes both.
     """
     return _correct_by_own_runs(request, _predict(request, spec, fullest or find_peak_rank(spec)))
 
 
 def _correct_by_own_runs(request: Request, candidate: Candidate) -> Candidate:
-    """Return a candidate with its time divided by the bias of predictions of the user's own runs.
+    """Return a candidate with its time corrected by the errors of predictions for the user's own runs.
 
-    All components of the time change by the same factor, because it is not known which of them is wrong. The
-    candidate stays as it is if there are no own runs.
+    All components of the time change by the same factor, because it is unknown which component is wrong. Without
+    own runs, the candidate is returned unchanged.
     """
     if not request.own_runs.residuals:
         return candidate
@@ -266,7 +273,11 @@ def _correct_by_own_runs(request: Request, candidate: Candidate) -> Candidate:
 
 
 def _predict(request: Request, spec: RunSpec, peak: tuple[int, PredictedMemory]) -> Candidate:
-    """Return a candidate as the closed forms predict it; `peak` is the peak rank and its memory."""
+    """Return a candidate with the time, memory and rates that the closed forms predict.
+
+    Args:
+        peak: Pipeline rank with the peak memory, and its memory.
+    """
     peak_rank, memory = peak
     cluster, shape = request.cluster, spec.shape
     seconds = iteration_seconds(spec, cluster)
@@ -332,11 +343,11 @@ _numbers = count()
 
 
 def _bound_all_splits(request: Request) -> tuple[int, list[_Bound], RunSpec | None]:
-    """Return the number of legal combinations, a heap of bounds, and the combination with the least memory.
+    """Return the number of legal configurations, a heap of bounds, and the configuration with the least memory.
 
-    Products of parallel sizes that cannot fit get no bound. Memory grows with the micro batch and is least with full
-    recomputation and sharding, so one configuration per product decides. The last value is None if there is no
-    legal combination.
+    There is one bound per product of parallel sizes. Products that cannot fit have no bound. To decide this, only the
+    configuration with the smallest micro batch, full recomputation and most sharding is checked, because it needs the
+    least memory. The last value is None if no configuration is legal.
     """
     template, legal = request.template, 0
     bounds: list[_Bound] = []
@@ -370,9 +381,14 @@ def _compute_bound(
 ) -> _Bound:
     """Return a lower bound on iteration seconds for all micro batch `sizes`.
 
-    The bound is computed for the largest size, because time per sample does not grow with the micro batch. Sizes that
-    do not divide the largest can be faster by at most `LEAST_SAMPLE_TIME_RATIO`. `after` is the least time of
-    messages, gradients and update.
+    The bound is computed for the largest size, because time per sample does not grow with the micro batch. If a size
+    does not divide the largest, the time is multiplied by `LEAST_SAMPLE_TIME_RATIO`.
+
+    Args:
+        plain: The configuration without sharding and virtual stages.
+        sizes: Micro batch sizes in ascending order.
+        unchosen: Choices that the bound leaves open.
+        after: Lower bound on the seconds of pipeline messages, gradient communication and update.
     """
     cluster, split = request.cluster, plain.parallelism
     if plain.batch.micro_batch_size != sizes[-1]:
@@ -392,10 +408,10 @@ def _compute_bound(
 
 
 def _narrow_bound(request: Request, bound: _Bound) -> Iterator[_Bound]:
-    """Yield the bounds that replace `bound` once its next open choice is made.
+    """Yield the bounds that replace `bound` after the next of its open choices.
 
-    The choices come in this order: the least recomputation that fits, the micro batch by halving the list of
-    sizes, more recomputation, and the algorithm of context parallelism.
+    Choices are made in this order: the least recomputation that fits, the micro batch (the list of sizes is halved
+    until one size is left), more recomputation, and the algorithm of context parallelism.
     """
     plain, sizes = bound.plain, bound.sizes
     recomputes = list_recomputes(request.template)
@@ -425,7 +441,11 @@ def _narrow_bound(request: Request, bound: _Bound) -> Iterator[_Bound]:
 def _halve_sizes(
     request: Request, bound: _Bound, recomputes: Sequence[Recompute]
 ) -> Iterator[_Bound]:
-    """Yield a bound for the smaller half of the micro batches, and one for the larger half if it can fit."""
+    """Yield a bound for the smaller half of the micro batch sizes, and a second bound for the larger half.
+
+    The second bound has the least recomputation with which the larger half can fit. If the larger half does not fit
+    with any recomputation, the second bound is left out.
+    """
     plain, sizes, unchosen = bound.plain, bound.sizes, _Unchosen.SIZE_AND_RECOMPUTE
     middle = len(sizes) // 2
     yield _compute_bound(request, plain, sizes[:middle], unchosen, bound.after)
@@ -437,9 +457,9 @@ def _halve_sizes(
 
 
 def _least_seconds_after_work(cluster: Cluster, plain: RunSpec) -> float:
-    """Return the least seconds of messages between stages, gradient communication and update.
+    """Return a lower bound on the seconds of pipeline messages, gradient communication and update per iteration.
 
-    All communication that can be overlapped counts as hidden, in the fastest sharding and schedule.
+    The bound takes the fastest sharding and schedule, and counts no communication that can be overlapped.
     """
     split = plain.parallelism
     sharded = (replace_cached(split, sharding=sharding) for sharding in list_shardings(split))
@@ -456,9 +476,12 @@ def _least_seconds_after_work(cluster: Cluster, plain: RunSpec) -> float:
 def _apply_first_fitting_recompute(
     request: Request, plain: RunSpec, recomputes: Sequence[Recompute]
 ) -> RunSpec | None:
-    """Return `plain` with the first recomputation with which it can fit; None if it fits with none.
+    """Return the run `plain` with the first of `recomputes` with which it can fit into memory.
 
-    Each recomputation in the sequence needs less memory than the one before, and more time.
+    The result is None if the run fits with none of them.
+
+    Args:
+        recomputes: Recomputations in the order of falling memory and rising time.
     """
     for recompute in recomputes:
         recomputed = replace(plain, recompute=recompute)
@@ -468,7 +491,10 @@ def _apply_first_fitting_recompute(
 
 
 def _count_combinations(template: RunSpec, split: Parallelism, sizes: list[int]) -> int:
-    """Return the number of legal combinations of one product of parallel sizes and its micro batches."""
+    """Return the number of legal configurations for one product of parallel sizes.
+
+    They differ in micro batch size, virtual stages, recomputation, sharding and the algorithm of context parallelism.
+    """
     num_kinds = (
         len(list_recomputes(template))
         * len(list_cp_comm_types(template, split))
@@ -493,10 +519,10 @@ def _nth_fastest_seconds(candidates: Iterable[Candidate], number: int) -> float:
 
 
 def evaluate_single_axis_strategies(request: Request) -> list[Candidate]:
-    """Return the strategies with one parallel size that are legal on this cluster, fastest first.
+    """Return the legal strategies with one kind of parallelism over all devices, fastest first.
 
-    The kit scales a model's batch with its devices. Where that batch is not the requested global batch, a strategy
-    cannot be compared and is left out. On one device the baseline is the only strategy.
+    Their batch is the model's batch, scaled with the devices as the kit does. A strategy is left out if this batch
+    differs from the requested global batch. On one device the baseline is the only strategy.
     """
     devices = request.cluster.devices
     names = ["baseline"] if devices == 1 else [f"{code}{devices}" for code in SINGLE_AXIS_CODES]
@@ -531,9 +557,11 @@ def estimate_training_days(plan: Plan, tokens: float) -> float | None:
 
 
 def compare_with_fewest_devices(plan: Plan) -> Scaling | None:
-    """Return the efficiency of a plan's winner against the smallest power of two of devices that fits.
+    """Compare a plan's winner with the best strategy on the fewest devices that hold the model.
 
-    None if nothing fits. The efficiency is 1 if no smaller number of devices fits.
+    Powers of two are tried as numbers of devices. The efficiency is the winner's tokens per second per device, divided
+    by the tokens per second per device on the fewest devices. It is 1 if no smaller number of devices holds the model.
+    The result is None if the plan has no winner.
     """
     if plan.winner is None:
         return None
@@ -548,7 +576,10 @@ def compare_with_fewest_devices(plan: Plan) -> Scaling | None:
 
 
 def find_devices_needed(request: Request) -> int | None:
-    """Return the smallest doubling of the request's devices on which the model fits; None if it exceeds 65536."""
+    """Double the request's devices until the model fits, and return their number.
+
+    The global batch grows with the devices. The result is None if `_MOST_DEVICES` devices are not enough.
+    """
     devices = request.cluster.devices * 2
     while devices <= _MOST_DEVICES:
         grown = resize_request(request, devices, request.global_batch * devices)

@@ -65,12 +65,12 @@ _CODE_MEANINGS = {
 
 
 def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[str, Any]:
-    """Return a plan that has a winner as data for JSON: bytes, seconds, tokens per second.
+    """Return a plan that has a winner as a dictionary for JSON, in bytes, seconds and tokens per second.
 
     Args:
         plan: The plan.
-        days: Days to train, or None if no number of tokens was given.
-        scaled: Comparison with the fewest devices, or None if nobody asked for it.
+        days: Days of training, or None if the number of tokens is not known.
+        scaled: Comparison with the fewest devices, or None if it was not computed.
     """
     request, lightest = plan.request, plan.lightest
     cluster, template = request.cluster, request.template
@@ -108,7 +108,7 @@ def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[
 
 
 def encode_candidate(request: Request, candidate: Candidate) -> dict[str, Any]:
-    """Return one configuration as data for JSON, with memory, communication and time by component."""
+    """Return one configuration as a dictionary for JSON, with memory, communication and time by component."""
     spec = candidate.spec
     return {
         "strategy": candidate.strategy,
@@ -148,14 +148,16 @@ def print_plan(
     scaled: Scaling | None,
     uncertainty: str,
 ) -> None:
-    """Print a plan that has a winner, without the command: the main message, rankings and components.
+    """Print the main message, the rankings and the components of a plan that has a winner.
+
+    The command that trains the winner is not printed.
 
     Args:
         plan: The plan.
         console: Where to print.
-        days: Days to train, or None if no number of tokens was given.
-        scaled: Comparison with the fewest devices, or None.
-        uncertainty: Sentence on the error to expect of the winner's time.
+        days: Days of training, or None if the number of tokens is not known.
+        scaled: Comparison with the fewest devices, or None if it was not computed.
+        uncertainty: Sentence on the expected error of the winner's predicted time.
     """
     headline = headline_sentences(plan)
     if days is not None:
@@ -185,9 +187,10 @@ def print_plan(
 
 
 def single_micro_batch_sentence(candidates: Sequence[Candidate]) -> str:
-    """Return which pipelines have fewer micro batches than stages; empty if none has.
+    """Return a sentence that names the pipelines with fewer micro batches than stages.
 
-    The stages of such a pipeline take turns, so its time says little about pipeline parallelism.
+    Stages of such a pipeline idle, so its time says little about pipeline parallelism. The sentence is empty if there
+    is no such pipeline.
     """
     names = [
         f"{candidate.strategy} ({plural(candidate.spec.microbatches, 'micro batch')})"
@@ -204,7 +207,11 @@ def single_micro_batch_sentence(candidates: Sequence[Candidate]) -> str:
 
 
 def _training_sentence(devices: int, days: float, scaled: Scaling | None) -> str:
-    """Return the days to train, and how the devices compare with the fewest that hold the model."""
+    """Return a sentence with the days of training.
+
+    If `scaled` is known, the sentence also compares the speed per device with the speed on the fewest devices that hold
+    the model.
+    """
     if scaled is None:
         return f"Training takes {days:,.1f} days."
     if scaled.devices == devices:
@@ -232,7 +239,11 @@ def _legend(strategies: Sequence[str]) -> str:
 
 
 def print_command(plan: Plan, console: Console) -> None:
-    """Print the command that trains the winner of a plan, and how its model differs from the planned one."""
+    """Print the command that trains the winner of a plan.
+
+    If the command trains another vocabulary than was planned, or needs a file that does not exist, this is printed
+    first.
+    """
     winner = plan.ranked[0]
     command = plan_command(plan.request, winner.spec)
     difference = trained_vocabulary_sentence(winner.spec)
@@ -243,15 +254,15 @@ def print_command(plan: Plan, console: Console) -> None:
 
 
 def _build_ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:
-    """Return a table with one row per candidate."""
+    """Return a table with one row per candidate: its choices, time, rates, memory and sent bytes."""
 
     def strategy(candidate: Candidate) -> str:
-        """Return the strategy with its algorithm of context parallelism, if it has any."""
+        """Return the name of the strategy. With context parallelism, its algorithm is added in brackets."""
         has_context = candidate.spec.parallelism.context > 1
         return candidate.strategy + (f" ({candidate.spec.cp_comm_type})" if has_context else "")
 
     def memory(candidate: Candidate) -> str:
-        """Return the GiB of the rank with the peak memory, marked if close or too much."""
+        """Return the GiB of the rank with the peak memory, with a mark if they are close to the limit or too many."""
         return gib(candidate.memory.total) + _MEMORY_MARKS[candidate.verdict]
 
     def sent(candidate: Candidate) -> int:
@@ -273,7 +284,10 @@ def _build_ranking(candidates: Sequence[Candidate], title: str) -> Table[Candida
 
 
 def _build_component_table(winner: Candidate) -> Table[tuple[str, ...]]:
-    """Return a table of the winner's memory, time and sent bytes by component, each list largest first."""
+    """Return a table of the winner's memory, time and sent bytes by component.
+
+    The three quantities have two columns each, sorted by size with the largest component first.
+    """
     memory = {name: getattr(winner.memory, name) for name in COMPONENTS}
     seconds = {name: getattr(winner.seconds, name) for name in TIME_COMPONENTS}
     lists = [
@@ -321,9 +335,10 @@ def print_ignored(flags: Sequence[str], console: Console) -> None:
 
 
 def plan_command(request: Request, spec: RunSpec) -> str:
-    """Return the command that trains a configuration; for a model from a file, with the file's path.
+    """Return the `make` command that trains a configuration.
 
-    The file of a model that only published measurements describe is one that the user has to write (`missing_file`).
+    If the model comes from a file, the command has the file's path. If only published measurements describe the model,
+    the command names a file that the user has to write first (`missing_file`).
     """
     source = request.model.source or missing_file(request.model)
     model = f" MODEL={shlex.quote(source)}" if source else ""
@@ -336,7 +351,10 @@ def missing_file(model: Model) -> str:
 
 
 def print_missing_file(model: Model, console: Console) -> None:
-    """Print the content of the file that training needs and that does not exist (`missing_file`); else nothing."""
+    """Print the content of the model file that the user has to write before training (`missing_file`).
+
+    Nothing is printed if no file is missing.
+    """
     file = missing_file(model)
     if file:
         console.print(
@@ -347,9 +365,14 @@ def print_missing_file(model: Model, console: Console) -> None:
 
 
 def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
-    """Return the `make` command that trains a configuration, with the flags `extra` that were given for it.
+    """Return the `make` command that trains a configuration.
 
-    The command names only what differs from the kit's defaults for this model and strategy.
+    The command states only what differs from the kit's defaults for this model and strategy.
+
+    Args:
+        model: The model.
+        spec: The configuration.
+        extra: Further flags of Megatron, which the command passes in EXTRA=.
     """
     parallelism, batch = spec.parallelism, spec.batch
     strategy = strategy_name(spec.flagged_parallelism)

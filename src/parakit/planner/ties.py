@@ -24,10 +24,10 @@ def are_tied(one_time: float, other_time: float) -> bool:
 def choose_preferred(
     seconds: Mapping[RunSpec, float], memory_of: Callable[[RunSpec], int]
 ) -> RunSpec:
-    """Return the preferred one of the runs that are tied with the fastest.
+    """Return the preferred run among those that are tied with the fastest.
 
-    It is the run with the least memory. Where memory too differs by less than its error, it is the run with the
-    fewest dimensions of parallelism.
+    The preferred run has the least memory. If the memory of several runs differs by less than the error of predicted
+    memory, the run with the fewest dimensions of parallelism is preferred among them.
 
     Args:
         seconds: Predicted seconds per run.
@@ -41,9 +41,9 @@ def choose_preferred(
 
 
 def _count_dimensions(spec: RunSpec) -> tuple[int, int]:
-    """Return the number of dimensions of parallelism, and of those that split the model or its sequence.
+    """Return two numbers: all dimensions of parallelism, and the dimensions that split the model or its sequence.
 
-    A sharding that wraps modules counts as a dimension that splits the model.
+    ZeRO-2, ZeRO-3 and FSDP2 count as a dimension that splits the model.
     """
     split = spec.parallelism
     degrees = (split.tensor, split.context, split.pipeline, split.expert)

@@ -28,10 +28,10 @@ class Fit(StrEnum):
 
 
 def memory_error(spec: RunSpec) -> float:
-    """Return the error of predicted peak memory for this kind of run, as a fraction.
+    """Return the expected error of the predicted peak memory for a run of this kind, as a fraction.
 
-    Eight of ten published measurements of the kind stay within it (`make validate`). For sharded weights the
-    measurements are Megatron's, because other trainers gather weights further ahead.
+    For 80% of the published measurements of the kind, the error is smaller (`make validate`). For sharded weights only
+    measurements of Megatron are used, because other trainers gather weights earlier.
     """
     has_large_error = spec.fp8_recipe or spec.shape.blocks
     if has_large_error or spec.parallelism.sharding.shards_weights:
@@ -62,12 +62,17 @@ def judge_fit_on_cluster(spec: RunSpec, memory: PredictedMemory, cluster: Cluste
 
 
 def judge_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> Fit:
-    """Return the verdict on a run on devices with `device_bytes`; `memory` is that of its peak rank.
+    """Return whether a run fits on devices with `device_bytes` of memory, is close to the limit, or does not fit.
 
-    A run fits if it holds at most `CLOSE_FRACTION` of the device, and if it stays below the usable memory even
-    when the prediction is too low by its error. A run does not fit if it needs more than the device without
-    reclaimable blocks of the allocator. Predictions for sharded weights may be too high. Such a run is
-    therefore close, and not too large, up to that error above the device's memory.
+    A run fits if two conditions hold. It needs at most `CLOSE_FRACTION` of the device. It also stays below the usable
+    memory if the prediction is too low by its expected error. A run does not fit if it needs more than the device's
+    memory, not counting reclaimable blocks of the allocator. Predictions for sharded weights may be too high. The limit
+    for such runs is therefore higher by this error.
+
+    Args:
+        spec: The run.
+        memory: Predicted memory of the rank with the peak memory.
+        device_bytes: Memory of one device.
     """
     if memory.needed > device_bytes * (1 + _overestimate_fraction(spec)):
         return Fit.DOES_NOT_FIT
@@ -89,7 +94,7 @@ def _overestimate_fraction(spec: RunSpec) -> float:
 
 
 def explain_close_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> str:
-    """Return why only a try tells whether a close run fits."""
+    """Return the reason why only a test run shows if a run close to the limit fits, as a phrase without full stop."""
     error = f"predictions of its kind are missed by up to {memory_error(spec):.0%}"
     if memory.needed <= device_bytes < memory.total:
         return (

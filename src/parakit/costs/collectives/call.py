@@ -67,7 +67,10 @@ def collective(
     *,
     overlappable: bool = False,
 ) -> CollectiveCall:
-    """Return calls over a group of the run, with the group's size and the run's transport."""
+    """Return an entry for `calls` equal calls over a group of the run.
+
+    The group's size and the transport (NCCL or gloo) are taken from the run.
+    """
     return CollectiveCall(
         group,
         group_size(spec.parallelism, group),

@@ -22,7 +22,7 @@ _GATHER, _SYNC = Operation.ALL_GATHER, Phase.GRADIENT_SYNC
 
 
 def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
-    """Yield the gradient and weight calls of one pipeline rank in one iteration."""
+    """Yield the calls of one pipeline rank per iteration that reduce gradients or gather weights."""
     sharding = spec.parallelism.sharding
     if sharding.wraps_modules:
         yield from _fsdp_calls(spec, pipeline_rank)

@@ -89,13 +89,12 @@ def mtp_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
 def _mtp_joining_calls(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Yield the calls of the projection that joins hidden states with the embeddings of following
-    tokens.
+    tokens, in multi-token prediction.
 
-    The projection is column-parallel, and its input is twice as wide as the hidden states. Forward
-    gathers the columns of its output. Backward sums the input gradients, by all-reduce or, under
-    SP, by reduce-scatter. Under SP both passes also gather the input. Forward then keeps only the
-    rank's tokens of the output, so backward gathers the gradients of the output
-    (`multi_token_prediction.py: _concat_embeddings`).
+    The projection is column-parallel, and its input is twice as wide as the hidden states. Forward gathers the
+    columns of the output. Backward all-reduces the input gradients. Under SP it reduce-scatters them instead, and
+    both passes also gather the input. Under SP a rank stores only its own tokens of the output, so backward also
+    gathers the gradients of the output (`multi_token_prediction.py: _concat_embeddings`).
     """
     forwards, backwards = layer_passes(spec)
     whole = hidden_bytes(spec)
@@ -129,8 +128,8 @@ def _repeat_calls(times: int, calls: Iterator[CollectiveCall]) -> Iterator[Colle
 def _matrix_pairs(shape: ModelShape) -> Iterator[tuple[str, ...]]:
     """Yield one tuple per pair of a column-parallel and a row-parallel matrix of the layer.
 
-    A tuple has the modules whose recomputation repeats the pair's forward. It is empty for attention or a mixer.
-    An MLP and a shared expert are the other pairs.
+    A tuple has the modules whose recomputation repeats the pair's forward. The tuple is empty for attention or a
+    mixer. The other pairs are an MLP or a shared expert.
     """
     if shape.blocks not in (MLP, EXPERTS):
         yield ()
@@ -250,7 +249,7 @@ def _call(
     source: str,
     overlappable: bool = False,
 ) -> CollectiveCall:
-    """Return calls over the TP group."""
+    """Return an entry for `calls` equal calls over the TP group of the run."""
     group = Group.TENSOR
     return collective(
         spec,

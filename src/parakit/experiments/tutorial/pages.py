@@ -30,6 +30,12 @@ from parakit.formatting.units import joined
 
 PUBLISHED_GPU = "h100"
 _REPOSITORY = "https://github.com/vuiseng9/megatron-tutorials"
+_QUESTION_WORDS = frozenset({"does", "how", "is"})
+"""First words of headings that ask a question."""
+_SPELLINGS = {
+    word.lower(): word for word in ("EP", "ETP", "MACs", "MLP", "OLMoE", "SP", "TP", "VPP")
+}
+"""Spellings of words in headings, by the words of a claim's key."""
 
 
 def render_chapter(chapter: Chapter, predictions: Sequence[PredictedRow]) -> str:
@@ -72,8 +78,17 @@ def render_claim(claim: Claim) -> str:
         lines.append("\n".join(f"- `{check}`" for check in checks))
     if claim.source:
         lines.append(f"Source: `{claim.source}` of Megatron core_v0.14.0.")
-    # The anchor of the heading is the claim's key.
-    return "\n\n".join((f"### {claim.key.replace('-', ' ').capitalize()}", *lines))
+    return "\n\n".join((f"### {heading_of_claim(claim.key)}", *lines))
+
+
+def heading_of_claim(key: str) -> str:
+    """Return a claim's heading: the words of its key, with a question mark if the first word asks.
+
+    The anchor of the heading is the key, because anchors have neither capitals nor question marks.
+    """
+    heading_words = [_SPELLINGS.get(word, word) for word in key.split("-")]
+    heading = " ".join((heading_words[0][0].upper() + heading_words[0][1:], *heading_words[1:]))
+    return f"{heading}?" if heading_words[0] in _QUESTION_WORDS else heading
 
 
 def render_overview() -> str:
@@ -95,9 +110,11 @@ def render_overview() -> str:
 _OVERVIEW = """\
 # The tutorial: 66 published runs on eight H100
 
-[Megatron, Transformed!]({repository}) is a hands-on tutorial of Megatron-LM by the author of the H200 notes. It is a
-good one: every claim stands beside a run, and every run is a make target. This kit has all {runs} runs under their
-published names, predicts them, and explains them.
+[Megatron, Transformed!]({repository}) is a hands-on tutorial of Megatron-LM by the author of the H200 notes. Most of
+its text stands beside a run, and every run is a make target. Check its claims before you use them:
+**{claims} claims do not follow from its own rows, or from Megatron's source, and three of them change a conclusion**
+([below](#what-the-tables-really-say)). This kit has all {runs} runs under their published names, predicts them, and
+explains them.
 
 The published runs had Megatron core_r0.14.0 in NGC 25.09, bf16, openwebtext-10k and 100 iterations.
 
@@ -112,15 +129,15 @@ make reproduce NAME=tutorial CHAPTER=pp DEVICES=8cpu
 
 ## What the tables really say
 
-{claims} claims of the tutorial do not follow from its own rows, or from Megatron's source. Each chapter lists them with
-the arithmetic, and a test computes every figure. Most are labels and percentages. Three change a conclusion:
+Each chapter lists the claims that do not follow from the rows, with the arithmetic, and a test computes every figure.
+Most are labels and percentages. Three change a conclusion:
 
 - **A floor of host time** explains weak scaling with 8 samples, strong scaling, and why many micro batches are slow.
   Launching a layer's kernels takes about 5 ms there, on any number of devices ([no-stall](pp.md#no-stall),
   [strong-scaling-floor](tp.md#strong-scaling-floor)).
 - **The virtual stages are not those of the labels.** The flag counts layers
   ([layers-not-stages](pp.md#layers-not-stages)).
-- **The distributed optimizer is ZeRO-1.** The memory of the mixtures shows it ([zero-1](dp.md#zero-1)).
+- **The distributed optimizer is ZeRO-1.** The memory of the mixture-of-experts runs shows it ([zero-1](dp.md#zero-1)).
 """
 """Markdown of the overview, with fields for what is counted."""
 

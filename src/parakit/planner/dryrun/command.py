@@ -213,7 +213,7 @@ def comparison_sentence(comparison: CheckedRank) -> str:
 
 
 def _encode_rank(comparison: CheckedRank) -> dict[str, Any]:
-    """Return one rank's dry run and closed form as data for JSON."""
+    """Return one rank's dry run and closed form as a dictionary for JSON."""
     report = comparison.report
     return {
         "rank": report.rank,
@@ -284,7 +284,7 @@ def print_verified(verified: list[VerifiedStrategy], console: Console) -> None:
 
 
 def encode_verified(verified: list[VerifiedStrategy]) -> list[dict[str, object]]:
-    """Return dry-run candidates as `plan --json` prints them."""
+    """Return a list for `plan --json` with one entry per candidate: its dry-run ranks, or why it was not run."""
     return [
         {
             "strategy": item.candidate.strategy,

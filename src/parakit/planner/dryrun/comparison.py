@@ -50,7 +50,10 @@ class CallDifference:
 
 @dataclass(frozen=True)
 class CheckedRank:
-    """Counts of one rank from the dry run, and the planner's numbers for this rank from closed forms."""
+    """Counts of one rank from the dry run, and the planner's numbers for this rank.
+
+    The planner computes its numbers by formulas, which are called closed forms.
+    """
 
     report: RankReport
     pipeline_rank: int

@@ -39,7 +39,7 @@ class DryRunError(ValueError):
 
 
 def drop_transformer_engine(spec: RunSpec) -> RunSpec:
-    """Return a run as Megatron runs it without Transformer Engine.
+    """Return the spec of a run as Megatron runs it without Transformer Engine, which a dry run does not have.
 
     Megatron's own attention stores its scores for backward. Under context parallelism the kit's attention replaces
     Megatron's. The kit's attention stores no scores. It gathers K and V, which sends as many bytes as a ring.

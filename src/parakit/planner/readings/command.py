@@ -216,7 +216,10 @@ def _format_regrets(regrets: list[float]) -> str:
 
 
 def _build_group_table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup]:
-    """Return a table with a row per group that fits 80 columns; `_MEANING` explains its headings."""
+    """Return a table with one row per group of errors.
+
+    The table fits into 80 columns. `_MEANING` explains its headings.
+    """
     names = ("median", "mean", "bias", "p90", "≤10%", "≤15%")
     figures = (
         replace(column, name=name) for column, name in zip(ERROR_COLUMNS, names, strict=True)

@@ -19,10 +19,11 @@ _CONDITIONS = ("model", "gpus", "bits", "since", "noted", "lines")
 
 
 def source_facts(measurement: PublishedMeasurement) -> dict[str, Any]:
-    """Return the facts of `sources.yaml` on how a measurement's run was trained, by name of the fact.
+    """Return what `sources.yaml` states about the training of a measured run, by name of the fact.
 
-    An entry of the file may have cases, which hold for some of the source's measurements only. The facts of a case that
-    applies replace the source's facts, and a later case replaces an earlier one.
+    A source is a publication of measurements. Its entry in the file may have cases, which apply only to some of its
+    measurements. The facts of a case that applies replace the facts of the source. If several cases apply, the later
+    case wins.
     """
     facts = _read_source(measurement.source)
     release = container_release(measurement, facts)

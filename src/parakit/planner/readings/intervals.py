@@ -78,7 +78,7 @@ class _Error:
 
 
 class PredictionErrors:
-    """Errors of predictions by the features of their runs, and the intervals that follow from them."""
+    """Errors of predictions, by the features of the predicted runs. Intervals are computed from these errors."""
 
     def __init__(self, errors_by_features: Mapping[ErrorFeatures, list[_Error]]) -> None:
         self._errors = errors_by_features
@@ -172,11 +172,11 @@ class PredictionErrors:
     def _nearest_errors(
         self, features: ErrorFeatures, keep: Callable[[_Error], bool]
     ) -> list[_Error]:
-        """Return at least `_NUM_NEAREST` errors of the runs that are most similar to a run with these features.
+        """Return about `_NUM_NEAREST` errors of the runs that are most similar to a run with these features.
 
-        Only errors for which `keep` is True are returned. Errors of equally similar runs are returned together, so the
-        list may be longer. It is shorter if there are no more similar runs, and empty if it would have fewer than
-        `_FEWEST_ERRORS`.
+        Only errors for which `keep` is True are returned. The list may be longer, because errors of equally similar
+        runs are returned together. It is shorter if there are no more similar runs. If it would have fewer than
+        `_FEWEST_ERRORS` errors, it is empty.
         """
         if features not in self._by_distance:
             distances = ((_distance(features, other), other) for other in self._errors)
@@ -243,10 +243,13 @@ def _compute_intervals(errors: list[_Error]) -> dict[float, Interval]:
 
 
 def _weighted_quantile(weighted: list[tuple[float, float]], weight_below: float) -> float:
-    """Return the smallest value at which the weights of all values up to it add up to `weight_below`.
+    """Return the smallest value for which all values up to this value have at least the weight `weight_below`.
 
-    `weighted` has pairs of value and weight, sorted by value. The largest value is returned if the weights of all
-    values are too small.
+    The largest value is returned if the weight of all values is smaller.
+
+    Args:
+        weighted: Pairs of value and weight, sorted by value.
+        weight_below: Sum of weights.
     """
     remaining = weight_below
     for value, weight in weighted:
@@ -268,7 +271,7 @@ def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) ->
     Args:
         spec: The run.
         cluster: Cluster of the run.
-        seconds: Predicted seconds per iteration; None for a prediction of memory.
+        seconds: Predicted seconds per iteration, or None for a prediction of memory.
     """
     shape, execution, device = spec.shape, cluster.execution, cluster.device
     layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"

@@ -153,7 +153,10 @@ class OwnRuns:
         return tuple(errors)
 
     def without(self, spec: RunSpec) -> OwnRuns:
-        """Return the measurements without those of the run `spec`, so that a prediction of this run can be tested."""
+        """Return these measurements without the measurements of the run `spec`.
+
+        With the result, a prediction of `spec` can be tested against its own measurement.
+        """
         left_out = _drop_unmeasured(spec)
         return OwnRuns(
             tuple(
@@ -188,8 +191,8 @@ _SIMILARITY_DOUBLINGS = 4.0
 def load_own_runs(path: Path | None, cluster: Cluster) -> OwnRuns:
     """Read the user's measured times on the cluster's kind of device, and predict each with the cluster's calibration.
 
-    Only iteration times and tokens per second count, not memory. Measurements on CPU ranks count only if they were
-    made on this machine. Rows that cannot be predicted are left out. The result is empty if `path` is None or does
+    Iteration times and tokens per second are used, and memory is not. Measurements on CPU ranks are used only if they
+    were made on this machine. Rows that cannot be predicted are left out. The result is empty if `path` is None or does
     not exist.
 
     Raises:
@@ -222,10 +225,10 @@ def _drop_unmeasured(spec: RunSpec) -> RunSpec:
 
 
 def _covariance(spec: RunSpec, other: RunSpec) -> float:
-    """Return the covariance of two runs' errors.
+    """Return the covariance of the prediction errors of two runs.
 
-    The covariance falls with the doublings between the sizes of the two runs. A choice that differs counts as
-    one doubling.
+    The covariance falls with the differences of the two runs. A factor of 2 between two sizes counts as one
+    difference, and so does a setting that is not equal.
     """
     (sizes, choices), (other_sizes, other_choices) = _features(spec), _features(other)
     differences = sum(abs(log2(a / b)) for a, b in zip(sizes, other_sizes, strict=True))
@@ -234,10 +237,9 @@ def _covariance(spec: RunSpec, other: RunSpec) -> float:
 
 
 def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
-    """Return the sizes and the settings by which the similarity of two runs is judged.
+    """Return the sizes and the settings of a run by which its similarity to other runs is judged.
 
-    Sizes are above 0, because two runs are compared by the logarithms of their sizes. Settings can only be equal or
-    different.
+    Sizes are above 0, because they are compared by their logarithms. Settings can only be equal or different.
     """
     split, shape = spec.parallelism, spec.shape
     degrees = (split.tensor, split.pipeline, split.virtual_stages, split.context, split.expert)
@@ -250,7 +252,7 @@ def _features(spec: RunSpec) -> tuple[tuple[int, ...], tuple[object, ...]]:
 def _configuration_key(row: MeasurementRow) -> tuple[str, ...]:
     """Return a key that is equal for rows that measure the same configuration on the same machine.
 
-    It has all columns but the measured value and the name of the run folder.
+    The key has all columns except the measured value and the name of the run folder.
     """
     columns = [name for name in _COLUMNS if name not in ("url_or_path", "value")]
     machine = row.get("url_or_path", "").partition(":")[0]

@@ -31,7 +31,9 @@ SEQUENCE_LENGTH = 4096
 
 
 def find_planned_model(text: str) -> Model:
-    """Return the model with this name or in this file. The kit's models come before those of published measurements.
+    """Return the model with this name or in this file.
+
+    If a model of the kit and a model of `models.yaml` have the same name, the model of the kit is returned.
 
     Raises:
         UnknownModelError: There is no such model, or the planner has no formulas for its layers.
@@ -47,9 +49,9 @@ def find_planned_model(text: str) -> Model:
 
 
 def published_model_names() -> tuple[str, ...]:
-    """Return the names of `models.yaml` that state a model's sizes, or why it is not planned.
+    """Return the names of the entries of `models.yaml` that define a model, or state why it cannot be planned.
 
-    A name that `model_facts` takes for another entry's is left out.
+    A name is left out if `model_facts` finds the entry of another name for it.
     """
     sizes = ({"layers", "hidden", "heads"}, {"blocks"}, {"refused"})
     return tuple(
@@ -67,7 +69,7 @@ def has_no_file(model: Model) -> bool:
 
 @cache
 def build_published_model(name: str) -> Model:
-    """Return the model of this name in `models.yaml`, with the Megatron flags that mean its shape.
+    """Return the model with this name in `models.yaml`, with the flags of Megatron that define its shape.
 
     Raises:
         UnknownModelError: The file states why the model is not planned.
@@ -85,7 +87,11 @@ def build_published_model(name: str) -> Model:
 
 
 def _shape_flags(shape: ModelShape, facts: dict[str, object]) -> tuple[str, ...]:
-    """Return the flags of Megatron that mean a shape of `models.yaml`."""
+    """Return the flags of Megatron that define the shape of a model in `models.yaml`.
+
+    Args:
+        facts: The model's entry in `models.yaml`. It states the router's groups, which the shape does not have.
+    """
     groups = facts.get("groups")
     special_flags: dict[str, object] = {
         "--max-position-embeddings": shape.seq_length,
@@ -119,7 +125,10 @@ def _shape_flags(shape: ModelShape, facts: dict[str, object]) -> tuple[str, ...]
 
 
 def _suggest_published_name(text: str) -> None:
-    """Raise an error if the name nearest to an unknown one is of a published model."""
+    """Raise an UnknownModelError that suggests a published model, if the name most similar to `text` is one.
+
+    Nothing happens if `text` is a file, or if the most similar name is a model of the kit.
+    """
     if is_model_file(text):
         return
     planned = [name for name in published_model_names() if "refused" not in model_facts(name)]

@@ -42,7 +42,7 @@ _TIMED_METRICS = ("step_time_s", "tokens_per_s_per_gpu")
 
 @dataclass(frozen=True)
 class Uncertainty:
-    """A predicted time with the error to expect of it."""
+    """Predicted time of a run, and the error that the prediction is expected to have."""
 
     device: str
     seconds: float
@@ -58,10 +58,11 @@ class Uncertainty:
     """Interval from the errors of similar published measurements; None if there are too few."""
 
     def interval(self, level: float = 0.80) -> tuple[float, float] | None:
-        """Return the smallest and the largest time to expect, in seconds; None if too few similar runs were measured.
+        """Return the smallest and the largest time to expect, in seconds.
 
-        With enough runs of the user, the interval holds the errors of all of these, whatever the level. Without them
-        it holds the fraction `level` of the errors of similar published measurements.
+        If the user has enough measured runs, the interval holds the errors of all of them, and `level` is ignored.
+        Otherwise it holds the fraction `level` of the errors of similar published measurements. The result is None if
+        too few similar runs were measured.
         """
         if self.own_errors:
             smallest_value = self.seconds / (1 + max(self.own_errors))
@@ -70,9 +71,9 @@ class Uncertainty:
 
     @property
     def warning(self) -> str:
-        """Sentence that warns of a prediction outside of the 80% interval; empty if it lies inside.
+        """Sentence that warns if the predicted time lies outside of the 80% interval, else an empty text.
 
-        The sentence is also empty if the prediction and an end of the interval are equal in print.
+        The text is also empty if the prediction and an end of the interval are equal when printed.
         """
         interval = self.interval(_LEVELS[0])
         if interval is None or interval[0] <= self.seconds <= interval[1]:
@@ -110,7 +111,7 @@ class Uncertainty:
         return " ".join(filter(None, (self.summary, self.neighbours_sentence)))
 
     def _own_runs_sentence(self) -> str:
-        """Return how the user's own runs correct the prediction, and which errors remain."""
+        """Return a sentence on how the user's own runs correct the prediction, and on the errors that remain."""
         remaining = ""
         if self.own_errors:
             smallest_value, largest = (
@@ -137,7 +138,10 @@ class Uncertainty:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the uncertainty as data for JSON: errors are ratios less 1, `distance` is in doublings."""
+        """Return the uncertainty as a dictionary for JSON.
+
+        Times are in seconds. An error is a ratio minus 1. `distance` counts factors of 2 between the sizes of runs.
+        """
         nearest = [
             {
                 "source": residual.measurement.source,
@@ -159,12 +163,12 @@ class Uncertainty:
 
 
 def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own_runs: OwnRuns) -> Uncertainty:
-    """Return a run's predicted time with the error to expect of it.
+    """Predict the time of a run, and estimate the error of this prediction.
 
     Args:
         spec: The run.
         cluster: Cluster on which it runs.
-        own_runs: The user's own runs on the cluster's device; may be empty.
+        own_runs: The user's own runs on the cluster's device. They correct the prediction, and may be empty.
     """
     bias = own_runs.bias(spec)
     seconds = iteration_seconds(spec, cluster).total / exp(bias)
@@ -182,9 +186,10 @@ def estimate_uncertainty(spec: RunSpec, cluster: Cluster, own_runs: OwnRuns) -> 
 def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Residual]]:
     """Return the published times of the most similar runs on the same device, with their predictions.
 
-    Each comes with its distance from the run, nearest first. It is predicted with constants that were fitted
-    without its source. If one configuration was measured several times, only the nearest measurement is
-    returned. At most `_MOST_NEIGHBOURS` are returned, and none that is further away than `_MOST_DISTANCE`.
+    Each pair has the distance from the run and the measurement, nearest first. A measurement is predicted with
+    constants that were fitted without the measurements of its publication. If one configuration was measured several
+    times, only the nearest measurement is returned. At most `_MOST_NEIGHBOURS` measurements are returned, and none
+    that is further away than `_MOST_DISTANCE`.
     """
     near: list[tuple[float, Residual]] = []
     configurations: set[tuple[object, ...]] = set()
@@ -211,7 +216,11 @@ def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Re
 
 
 def _order_by_distance(spec: RunSpec, cluster: Cluster) -> list[tuple[float, int]]:
-    """Return distance and index of the timed measurements on the cluster's kind of GPU, nearest first."""
+    """Return one pair per measurement on the cluster's kind of GPU: its distance from the run, and its index.
+
+    The index is the position in `_timed_measurements()`. The nearest measurement comes first. Measurements that do
+    not state parameters or GPUs are left out.
+    """
     gpu, parameters = cluster.device.key.split("-")[0], total_parameters(spec.shape)
     ordered = []
     for index, (measurement, _) in enumerate(_timed_measurements()):
@@ -239,10 +248,10 @@ def _configuration_key(measurement: PublishedMeasurement) -> tuple[object, ...]:
 
 @cache
 def _timed_measurements() -> tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]:
-    """Return all published measurements of times, each with its run or None.
+    """Return one pair per published measurement of a time: the measurement, and its run or None.
 
-    The measurements of the file come with None, because they are not converted to runs yet. The kit's published
-    measurements come with their runs.
+    Measurements from the file have None, because they are not converted to runs yet. The kit's published
+    measurements have their runs.
     """
     timed = [
         (measurement, None)
@@ -255,11 +264,14 @@ def _timed_measurements() -> tuple[tuple[PublishedMeasurement, MeasuredRun | Non
 def _distance_in_doublings(
     measurement: PublishedMeasurement, spec: RunSpec, cluster: Cluster, parameters: int
 ) -> float | None:
-    """Return how much a measured run differs from a planned run, in doublings.
+    """Return the distance between a measured run and a planned run.
 
-    The distance adds up the doublings between the sizes of the two runs. Another dtype adds 1, and a mixture of experts
-    against a dense model `_EXPERTS_DISTANCE`. None means that the measurement does not state its parameters or GPUs.
-    `parameters` is the number of parameters of the planned run.
+    A factor of 2 between two sizes of the runs adds 1 to the distance. A different dtype adds 1. If only one of the
+    models has experts, `_EXPERTS_DISTANCE` is added. The result is None if the measurement does not state its
+    parameters or GPUs.
+
+    Args:
+        parameters: Number of parameters of the planned run.
     """
     split, shape = spec.parallelism, spec.shape
     if measurement.params_b is None or measurement.gpus is None:
@@ -283,7 +295,7 @@ def _distance_in_doublings(
 
 
 def _describe_neighbour(item: Residual) -> str:
-    """Return the run, source, figure and error of a measurement.
+    """Return text with the run, the source, the published value and the prediction error of a measurement.
 
     An example is `0.77B on 2 H200 in bf16, batch 64 (name of the source): 0.4372 s (predicted 2% too slow)`. A dtype or
     batch that the source does not state is left out.

@@ -42,7 +42,11 @@ def write_page(
 ) -> tuple[Path, Path]:
     """Write `residuals.html` and `residuals.svg` into a folder and return their paths.
 
-    `stated` are the errors of predictions from which intervals are made.
+    The folder is made if it does not exist.
+
+    Args:
+        residuals: The measurements with their predictions.
+        stated: Errors from which the intervals of the predictions are computed.
     """
     folder.mkdir(exist_ok=True)
     page, picture = _write_html(residuals, folder), folder / "residuals.svg"
@@ -56,7 +60,10 @@ def write_residuals_page(folder: Path) -> Path:
 
 
 def _write_html(residuals: Residuals, folder: Path) -> Path:
-    """Write `residuals.html` into a folder; return its path."""
+    """Write `residuals.html`, a page with all measurements and predictions, into a folder.
+
+    Return the path of the page.
+    """
     from markupsafe import Markup
 
     page = folder / "residuals.html"
@@ -153,7 +160,10 @@ def _draw_residuals(items: list[Residual], kinds: list[IntervalCoverage], path: 
 
 
 def _draw_reliability(axes: Axes, kinds: list[IntervalCoverage]) -> None:
-    """Draw the fraction of measurements inside intervals against the level, with a grey line per kind of run."""
+    """Draw the fraction of measurements that lie inside their intervals, against the intervals' level.
+
+    All times and all memory have a coloured line each, and each kind of run has a grey line.
+    """
     colours = iter(COLOURS)
     for kind in kinds:
         levels, fractions = zip(*kind.shares.items(), strict=True)

@@ -34,7 +34,7 @@ def usual_cluster(gpu: str, devices: int) -> Cluster:
 
 
 def kit_runs() -> list[MeasuredRun]:
-    """Return the six published gpt2-large runs on H200."""
+    """Return the six runs of gpt2-large on H200 whose times this kit has published."""
     runs = []
     for figure in h200_figures():
         assert figure.mean_iteration_ms is not None
@@ -44,7 +44,7 @@ def kit_runs() -> list[MeasuredRun]:
 
 
 def build_measured_run(source: str, spec: RunSpec, cluster: Cluster, seconds: float) -> MeasuredRun:
-    """Return a run together with a published measurement of it.
+    """Return a run together with a measurement of its iteration time.
 
     Args:
         source: Name of the source.

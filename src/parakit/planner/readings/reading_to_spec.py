@@ -74,7 +74,7 @@ class RefusedError(ValueError):
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """A published measurement with the run and the cluster that it measured."""
+    """Published measurement, with the run and the cluster that were measured."""
 
     measurement: PublishedMeasurement
     spec: RunSpec
@@ -83,9 +83,10 @@ class MeasuredRun:
     """Sizes that the source leaves out although times depend on them: `MICRO`, `VIRTUAL`. In `spec` they are 1."""
 
     def candidate_runs(self) -> Iterator[MeasuredRun]:
-        """Yield every run that may have been measured: one per combination of values of the unstated sizes.
+        """Yield every run that the source may have measured.
 
-        A measurement without unstated sizes yields its one run.
+        Sizes that the source does not state, such as the micro batch, take all possible values. If the source states
+        all sizes, one run is yielded.
         """
         spec, split = self.spec, self.spec.parallelism
         for size, (virtual, stages) in product(
@@ -109,9 +110,10 @@ class MeasuredRun:
         return [self.spec.batch.micro_batch_size]
 
     def _possible_schedules(self) -> list[tuple[int, StageSplit]]:
-        """Return the possible numbers of virtual stages, each with the layers per stage.
+        """Return the possible numbers of virtual stages, each with the placement of layers on stages.
 
-        It is the stated number alone, or if none is stated every number into which the layers can be split.
+        If the source states the number, the result has only this number. Otherwise it has every number into which
+        the layers can be split.
         """
         spec, split = self.spec, self.spec.parallelism
         if VIRTUAL not in self.unstated:
@@ -128,8 +130,9 @@ class MeasuredRun:
 def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
     """Return the run and the cluster that a published measurement describes.
 
-    The run comes from the measurement's column `flags`. If that is empty, it comes from the flags of the test case of
-    Megatron that was measured, or else from the measurement's columns and the facts of its source.
+    The flags in the measurement's column `flags` define the run. If the column is empty and a test case of Megatron was
+    measured, the flags of the test case define the run. Otherwise the measurement's columns and the facts of its source
+    do.
 
     Raises:
         RefusedError: The measurement states too little, contradicts itself, or trains what the formulas do not cover.
@@ -200,7 +203,7 @@ def _refuse_illegal(spec: RunSpec) -> None:
     Test cases of Megatron are not checked, because they ran with flags that their case does not list.
 
     Raises:
-        RefusedError: Megatron refuses the run; the message is its first reason.
+        RefusedError: Megatron refuses the run. The message is the first reason.
     """
     # Today's Megatron gives experts biases, which not every published run had.
     bias = spec.shape.bias and not spec.shape.experts
@@ -222,7 +225,8 @@ def complete_measurement(
 ) -> PublishedMeasurement:
     """Return the measurement with missing sizes filled in from the facts about its model.
 
-    Parallel sizes and micro batch of the source's facts replace those of the measurement.
+    If the facts of the source state a parallel size or the micro batch, they replace even stated values of the
+    measurement.
     """
     sizes = facts_for_fields(PublishedMeasurement, model_facts(measurement.model))
     missing = {name: size for name, size in sizes.items() if getattr(measurement, name) is None}
@@ -240,13 +244,13 @@ def _build_cluster(
     per_node: int | None = None,
     execution: Execution = Execution(),  # noqa: B008  frozen
 ) -> Cluster:
-    """Return a cluster of GPUs, with the GPU's usual network and node size unless they are given.
+    """Return a cluster of GPUs. By default it has the GPU's usual network and number of GPUs per node.
 
     Args:
         gpu: Name of the GPU as the source writes it.
         gpus: Number of GPUs.
-        network: Bandwidth between nodes in GB per second; None takes the GPU's usual network.
-        per_node: GPUs per node; None takes the GPU's usual number.
+        network: Bandwidth between nodes in GB per second. None means the GPU's usual network.
+        per_node: GPUs per node. None means the GPU's usual number.
         execution: How the run is executed.
 
     Raises:
@@ -333,10 +337,13 @@ def _state_types(source: dict[str, Any], sharding: Sharding) -> StateTypes:
 
 
 def _stages_of_recipe(shape: ModelShape, stages: int) -> StageSplit:
-    """Return the layers per stage of a run whose source does not state them: equal numbers as far as possible.
+    """Return the assumed placement of layers on stages, for a run whose source does not state the placement.
 
-    With multi-token prediction they are those of Megatron-Bridge's recipe of DeepSeek V3
-    (`recipes/deepseek/deepseek_v3.py: layout_map`).
+    The stages have equally many layers as far as possible. With multi-token prediction the placement is that of
+    Megatron-Bridge's recipe for DeepSeek V3 (`recipes/deepseek/deepseek_v3.py: layout_map`).
+
+    Args:
+        stages: Number of virtual stages of all pipeline ranks together.
     """
     if shape.mtp_layers and stages > 1:
         return front_loaded_layout(shape.layers, stages, shape.mtp_layers)
@@ -422,8 +429,8 @@ def _refuse_wrong_data(
 ) -> None:
     """Raise an error if the product of the stated parallel sizes is not the number of GPUs.
 
-    Some sources count the expert-parallel ranks in the data-parallel size, others do not, so both products are right.
-    Nothing is checked if the source states no data-parallel size.
+    Some sources count the expert-parallel ranks in the data-parallel size, and others do not. Both products are
+    therefore accepted. Nothing is checked if the source states no data-parallel size.
 
     Raises:
         RefusedError: Neither product is the number of GPUs.
@@ -442,9 +449,10 @@ def _refuse_wrong_data(
 def _stated_tensor_and_pipeline(
     measurement: PublishedMeasurement, source: dict[str, Any], sharding: Sharding
 ) -> tuple[int, int]:
-    """Return the stated tensor- and pipeline-parallel sizes; a missing size is 1 if data parallelism shards weights.
+    """Return the tensor- and pipeline-parallel sizes of a measurement.
 
-    Known misprints of the pipeline-parallel size are corrected.
+    If data parallelism shards weights, a missing size is 1. Known misprints of the pipeline-parallel size are
+    corrected.
 
     Raises:
         RefusedError: A size is missing and weights are not sharded.
@@ -461,9 +469,9 @@ def _stated_tensor_and_pipeline(
 
 
 def _stated_batch(measurement: PublishedMeasurement, data: int, pipeline: int) -> Batch:
-    """Return the batch of a measurement; a missing micro batch is 1.
+    """Return the micro batch and the global batch of a measurement.
 
-    A missing global batch is one micro batch per data-parallel rank.
+    A micro batch that is not stated is 1. A global batch that is not stated is one micro batch per data-parallel rank.
 
     Args:
         measurement: The measurement.
@@ -471,8 +479,8 @@ def _stated_batch(measurement: PublishedMeasurement, data: int, pipeline: int) -
         pipeline: Pipeline-parallel size.
 
     Raises:
-        RefusedError: The global batch is missing although the time depends on it, or cannot be divided into micro
-            batches.
+        RefusedError: The source does not state the global batch although the run has a pipeline or the metric is the
+            time of a step. Or the global batch cannot be divided into micro batches.
     """
     micro, global_batch = measurement.mbs or 1, measurement.gbs
     if global_batch is None:
@@ -504,7 +512,7 @@ def _parse_recompute(stated: str, fused: bool) -> Recompute:
         fused: True if attention is fused.
 
     Raises:
-        RefusedError: The text is none of these.
+        RefusedError: The text has none of these forms.
     """
     text = stated.lower()
     modules = [_SHORT_MODULES.get(name, name) for name in text.replace(",", " ").split()]
@@ -525,9 +533,8 @@ def _parse_recompute(stated: str, fused: bool) -> Recompute:
 def _parse_fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
     """Return the fp8 or fp4 recipe that the dtype of a published measurement names, such as `FP8-MX`.
 
-    A 16-bit or 32-bit dtype has the recipe `NONE`. If the measurement states no dtype, that is, `dtype` is
-    empty, the source's fact `unstated_bits` is read in its place. A plain `FP8` has the recipe of the source's
-    fact `fp8`.
+    A 16-bit or 32-bit dtype gives `NONE`. An empty dtype means that the measurement states none. Then the source's fact
+    `unstated_bits` is read in its place. A plain `FP8` gives the recipe that the source's fact `fp8` names.
     """
     text = (dtype or source["unstated_bits"]).lower()
     # "CS" stands for current scaling, which has one scale per tensor. `FP8-CS (FP8-MX)` names the recipe of
@@ -547,9 +554,9 @@ def _parse_fp8_recipe(dtype: str, source: dict[str, Any]) -> Fp8Recipe:
 
 
 def _stated_execution(measurement: PublishedMeasurement, source: dict[str, Any]) -> Execution:
-    """Return how the run of a measurement without flags was executed, from the source's facts and the notes.
+    """Return the execution options of a measured run, such as overlapped communication and CUDA graphs.
 
-    The execution says, for example, which communication overlaps with computation and whether CUDA graphs are used.
+    They come from the facts of the source and the notes of the measurement, which has no flags.
     """
     stated, is_eager = facts_for_fields(Execution, source), source["eager"]
     notes = measurement.notes.lower()
@@ -585,10 +592,14 @@ def _spec_of_flags(measurement: PublishedMeasurement, arguments: list[str]) -> R
 
 
 def _golden_spec(measurement: PublishedMeasurement, case: list[str]) -> RunSpec:
-    """Return the run of a functional test of Megatron; `case` has the test's flags.
+    """Return the run of a functional test of Megatron.
+
+    Args:
+        measurement: The measurement of the test.
+        case: The test's flags.
 
     Raises:
-        RefusedError: The test trains what no formula knows.
+        RefusedError: The planner has no formula for the model of the test, or the flags describe no possible run.
     """
     flags = Flags(case)
     pattern = flags.text("--hybrid-layer-pattern")
@@ -617,7 +628,7 @@ def _golden_spec(measurement: PublishedMeasurement, case: list[str]) -> RunSpec:
 
 
 def parse_execution(flags: Flags) -> Execution:
-    """Return how Megatron executes a run with these flags, such as which communication overlaps with computation."""
+    """Return the execution options that Megatron's flags choose, such as overlapped communication and CUDA graphs."""
     execution_flags = flags_in_group("execution")
     switches = dict.fromkeys((flag.field for flag in execution_flags), False)
     for flag in execution_flags:

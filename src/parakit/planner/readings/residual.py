@@ -39,7 +39,7 @@ _LEAST_MFU = 1e-8
 
 @dataclass(frozen=True)
 class Residual:
-    """A published measurement with its prediction, both in the measurement's unit."""
+    """Published measurement and its prediction, both in the measurement's unit."""
 
     measured_run: MeasuredRun
     predicted: float
@@ -80,13 +80,14 @@ def compute_residuals(
     without: str | None = None,
     calibrate: Callable[[Device], Calibration] = lambda device: Calibration(),
 ) -> Residuals:
-    """Predict all measurements; return the predictions, and the reason for each one that cannot be predicted.
+    """Predict all measurements. Return the predictions, and a reason for each measurement without a prediction.
 
     Args:
         measurements: Measurements of a file.
-        unreadable: Rows of the file that cannot be read. They are added to the refused ones.
+        unreadable: Rows of the file that cannot be read. They are added to the measurements without a prediction.
         without: Source that is left out of the fit of the constants. None leaves out each measurement's own source.
-        calibrate: Function that returns this machine's constants of a device, for measurements that were made here.
+        calibrate: Function that returns the constants of a device. Constants that were measured on this machine are
+            used for measurements that were made here.
     """
     measurements = tuple(measurements)
     flops_by_run = _stated_flops_per_token(measurements)
@@ -127,14 +128,14 @@ def replace_constants(cluster: Cluster, constants: Constants) -> Cluster:
 
 
 def compute_residual(run: MeasuredRun, flops_per_token: float | None = None) -> Residual:
-    """Predict one measurement, and return it with the prediction and its error.
+    """Predict one measurement, and return the measurement with the prediction and its error.
 
     Args:
         run: The measured run.
-        flops_per_token: Model FLOPs per token as the source counts them; None computes them by a formula.
+        flops_per_token: Model FLOPs per token as the source counts them. None computes them by a formula.
 
     Raises:
-        UnevenSplitError: A degree does not divide what it splits.
+        UnevenSplitError: A parallel size does not divide the dimension that it splits.
         NoPeakError: The device has no rate in the run's dtype.
         RefusedError: The published figure exceeds the device's peak, or is too slow for any training.
     """
@@ -158,10 +159,11 @@ def compute_residual(run: MeasuredRun, flops_per_token: float | None = None) -> 
 
 
 def _residual_of_fastest(run: MeasuredRun, flops_per_token: float | None) -> Residual:
-    """Predict a measurement that leaves out sizes, with the sizes of the fastest run that fits into memory.
+    """Predict a measurement whose source does not state all sizes.
 
-    Published runs are tuned, so they are assumed to have the sizes of the fastest run that fits. If no run
-    fits, the fastest of all is taken. The result also has the range of predictions of all these runs.
+    Published runs are tuned, so the missing sizes are assumed to be those of the fastest run that fits into memory.
+    If no run fits, the fastest of all possible runs is taken. The result also has the range of the predictions of all
+    runs that fit.
     """
     candidates = [
         (compute_residual(candidate, flops_per_token), candidate)
@@ -204,7 +206,11 @@ def _fits(run: MeasuredRun) -> bool:
 def _predict_rate(run: MeasuredRun, seconds: float, flops_per_token: float | None) -> float:
     """Return the predicted rate per device in a measurement's unit: tokens/s, TFLOP/s, or percent of the peak.
 
-    `flops_per_token` are model FLOPs; None counts the FLOPs by a formula, as the source does.
+    Args:
+        run: The measured run.
+        seconds: Predicted seconds per iteration.
+        flops_per_token: Model FLOPs per token as the source counts them. None computes them by a formula with the
+            source's conventions.
     """
     measurement, spec, cluster = run.measurement, run.spec, run.cluster
     tokens = spec.tokens_per_iteration / seconds / cluster.devices
@@ -224,10 +230,10 @@ def _predict_rate(run: MeasuredRun, seconds: float, flops_per_token: float | Non
 
 @lru_cache(maxsize=4096)
 def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
-    """Return the predicted memory of the rank that a memory metric is about.
+    """Return the predicted memory of the rank whose memory a metric reports.
 
-    Metrics in bytes are from Megatron's log, which prints the last rank. All other metrics are about the rank with the
-    peak memory.
+    Metrics in bytes come from Megatron's log, which prints the memory of the last rank. All other metrics report the
+    rank with the peak memory.
     """
     if metric.endswith("_bytes"):
         return estimate_rank_memory(spec, spec.parallelism.pipeline - 1)
@@ -235,7 +241,11 @@ def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
 
 
 def _predict_memory_figure(spec: RunSpec, cluster: Cluster, metric: str) -> float:
-    """Return the predicted memory in the unit of a metric: bytes, GiB or GB."""
+    """Predict the value of a memory metric, in the metric's unit: bytes, GiB or GB.
+
+    The metrics differ in what they count: all memory of a device, or only what PyTorch has allocated, at the peak or
+    when Megatron logs an iteration.
+    """
     execution, generation = cluster.execution, cluster.device.generation
     has_grouped_experts = bool(spec.shape.experts) and execution.grouped_experts
     workspaces = workspace_bytes(generation, execution.deterministic, has_grouped_experts)
@@ -266,9 +276,10 @@ def _seconds_per_iteration(spec: RunSpec, cluster: Cluster) -> float:
 def _stated_flops_per_token(
     measurements: Iterable[PublishedMeasurement],
 ) -> dict[tuple[object, ...], float]:
-    """Return the FLOPs per token that sources have counted, by run.
+    """Return the FLOPs per token as sources count them, by run.
 
-    Only runs are included whose rate is published both in FLOPs and in tokens or seconds per step.
+    The figure follows from two measurements of one run: its rate in FLOPs, and its rate in tokens or seconds per
+    step. Runs without both are left out.
     """
     tokens: dict[tuple[object, ...], float] = {}
     flops: dict[tuple[object, ...], float] = {}
@@ -284,7 +295,7 @@ def _stated_flops_per_token(
 
 
 def _run_key(measurement: PublishedMeasurement) -> tuple[object, ...]:
-    """Return a key that is equal for two measurements (in different units) of one run."""
+    """Return a key that is equal for all measurements of one run, whatever their metrics."""
     origin = (measurement.source, measurement.where, measurement.notes)
     job = (measurement.model, measurement.gpu, measurement.gpus)
     degrees = (

@@ -37,9 +37,9 @@ class ErrorGroup:
 
     @property
     def figures(self) -> dict[str, float]:
-        """Statistics of the errors by name, such as `median_abs_error` and `within_10%`; empty without errors.
+        """Statistics of the errors, by names such as `median_abs_error` and `within_10%`.
 
-        All of them take the errors without sign, but for `median_error`.
+        All statistics except `median_error` use absolute errors. The result is empty without errors.
         """
         sizes = sorted(map(abs, self.errors))
         if not sizes:
@@ -60,9 +60,9 @@ def metric_kind(metric: str) -> str:
 
 
 def group_by_source(residuals: Residuals) -> list[ErrorGroup]:
-    """Return the errors of each source as a group.
+    """Return the errors grouped by source.
 
-    A source with times and memory has two groups. Measurements that leave out a size have another group per source.
+    A source with times and memory has two groups. Measurements whose sizes are not all stated have further groups.
     """
     kinds: dict[str, set[str]] = defaultdict(set)
     for item in residuals.predicted:
@@ -91,8 +91,8 @@ def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
 def group_by_kind(residuals: Residuals) -> list[ErrorGroup]:
     """Return one group of errors per kind of run that the README's table lists, in the order of the table.
 
-    A kind without measurements has no group. Measurements of other kinds are left out. Of Megatron's own tests
-    only memory counts; of other sources only iteration times and tokens per second count.
+    A kind without measurements has no group. Measurements of other kinds are left out. From Megatron's own tests,
+    only memory is used. From other sources, only iteration times and tokens per second are used.
     """
     # The kind is empty, and so the measurement is left out, if the table has no kind for it.
     with_kind = filter(_kind_of_run, residuals.predicted)
@@ -133,7 +133,10 @@ _DERIVED = ("model_tflops_per_gpu", "hardware_tflops_per_gpu")
 
 
 def _kind_of_run(item: Residual) -> str:
-    """Return the kind of run of a measurement, as the README's table names it; empty if the table has no such kind."""
+    """Return the name of a measurement's kind of run in the table of the README, such as `MoE, H100`.
+
+    The name is empty if the table has no row for the measurement.
+    """
     measurement = item.measurement
     is_test = measurement.source == _TESTS
     if measurement.metric not in _DIRECT and not is_test:
@@ -152,9 +155,9 @@ def _kind_of_run(item: Residual) -> str:
 
 
 def group_by_split(residuals: Residuals) -> list[ErrorGroup]:
-    """Return the errors of times that the fit of the constants used, and of similar times that were held out of it.
+    """Return the errors of predicted times in two groups: used by the fit of the constants, and held out of the fit.
 
-    The result has up to two groups. Kinds of runs that no fit uses are left out.
+    A group without measurements is missing. Kinds of runs that no fit uses are left out.
     """
     timed = [item for item in residuals.predicted if item.seconds]
     fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
@@ -189,7 +192,7 @@ def describe_largest_parts(residual: Residual) -> str:
 
 @dataclass(frozen=True)
 class StrategyChoice:
-    """Measurements that differ in strategy alone, and the one that the planner would take."""
+    """Measurements that differ only in strategy, and the strategy among them that the planner would choose."""
 
     readings: int
     """Number of measurements."""
@@ -210,11 +213,11 @@ class StrategyChoice:
 
 
 def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> list[StrategyChoice]:
-    """Return for each job that was measured with two or more strategies the strategy that the planner would choose.
+    """Return the planner's choice for each job that was measured with at least two strategies.
 
-    Measurements are of one job if they have the same source, model, devices, batch, recomputation and software. If
-    `across_releases` is True, the release of the container may differ. A strategy that was measured more than once
-    counts with its median time.
+    Measurements belong to one job if they have the same source, model, devices, batch, recomputation and software. If
+    `across_releases` is True, the release of the container may differ. If a strategy was measured more than once, its
+    median time counts.
     """
     groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
     for item in residuals.predicted:
@@ -249,9 +252,9 @@ def _job_key(item: Residual, across_releases: bool) -> tuple[object, ...]:
 
 
 def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
-    """Return the strategy that the planner would choose for a job, with its measured loss of time.
+    """Return the strategy that the planner would choose for a job, and the time lost against the fastest strategy.
 
-    None means that all measurements have the same strategy.
+    The result is None if all measurements have the same strategy.
     """
     times: dict[RunSpec, list[float]] = defaultdict(list)
     for item in items:
@@ -296,9 +299,10 @@ ERROR_COLUMNS = (
 
 
 def group_refusals(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]]]:
-    """Group the rows that are not predicted by source and reason; return both with the rows' lines in the file.
+    """Group the rows that are not predicted by source and reason.
 
-    The group with the most rows comes first.
+    An entry has the source, the reason, and the lines of the rows in the file. The group with the most rows comes
+    first.
     """
     lines: dict[tuple[str, str], list[int]] = defaultdict(list)
     for item in refused:
@@ -318,9 +322,10 @@ def drop_matrix_products(residuals: Residuals) -> list[Residual]:
 
 
 def group_by_coverage(residuals: Residuals, errors: PredictionErrors) -> list[IntervalCoverage]:
-    """Return the fraction of measurements that lie inside the intervals of their predictions.
+    """Return the fractions of measurements that lie inside the intervals of their predictions.
 
-    There is one result per kind of run, one for all times and one for all memory.
+    The list has one entry per kind of run, one for all times and one for all memory. Entries without measurements
+    are left out.
     """
     members: dict[str, list[Residual]] = defaultdict(list)
     for item in drop_matrix_products(residuals):
@@ -343,7 +348,7 @@ def _compute_coverage(
 ) -> dict[float, float]:
     """Return the fraction of measurements that lie inside the intervals of their predictions, by level.
 
-    If `elsewhere` is True, an interval is made only from errors of other sources than the measurement's.
+    If `elsewhere` is True, the interval of a measurement is computed only from errors of other sources.
     """
     return {
         level: statistics.mean(errors.covers(item, level, elsewhere) for item in items)
@@ -353,7 +358,7 @@ def _compute_coverage(
 
 @dataclass(frozen=True)
 class IntervalCoverage:
-    """Fractions of a kind's measurements that lie inside their intervals."""
+    """Fractions of the measurements of one kind of run that lie inside the intervals of their predictions."""
 
     name: str
     readings: int
@@ -365,7 +370,11 @@ class IntervalCoverage:
 
 
 def _encode_residual(item: Residual, errors: PredictionErrors) -> dict[str, Any]:
-    """Return a measurement as data for JSON: prediction, error, intervals, and whether its memory would fit."""
+    """Return a measurement as a dictionary for JSON.
+
+    It has the published value, the prediction, the error and the intervals. It also says if the run's memory would fit.
+    Figures that do not apply to the measurement are None.
+    """
     spec, cluster = item.measured_run.spec, item.measured_run.cluster
     is_run = item.measurement.metric != "matmul_tflops"
     is_judged = is_run and not source_facts(item.measurement)["unjudged"]
@@ -388,7 +397,7 @@ _ENCODED_FIGURES = ("mean_abs_error", "median_error", "p90_abs_error")
 
 
 def encode_summary(residuals: Residuals, errors: PredictionErrors) -> dict[str, Any]:
-    """Return the predictions of all measurements, and the errors per source, as `validate --json` prints them."""
+    """Return a dictionary for `validate --json`: the errors per source, all predictions, and the refused rows."""
     return {
         "sources": {
             group.name: {
@@ -409,9 +418,9 @@ def _build_groups(
     name: Callable[[Residual], str],
     refused: Iterable[Refusal] = (),
 ) -> list[ErrorGroup]:
-    """Group predicted measurements by the name that the function `name` gives them; return the groups by name.
+    """Group predicted measurements by the result of the function `name`. Return the groups in order of their names.
 
-    Refused rows are counted in the group with the name of their source.
+    Refused rows are counted in the group that has the name of their source.
     """
     num_refused = Counter(item.source for item in refused)
     members: dict[str, list[Residual]] = {source: [] for source in num_refused}

@@ -68,7 +68,7 @@ class MeasurementsError(ValueError):
 
 @dataclass(frozen=True)
 class PublishedMeasurement:
-    """One published figure with its run; None stands for what the source does not state."""
+    """One published value, with the run that was measured. None means that the source does not state a field."""
 
     line: int
     """Line in the file; the header is line 1."""
@@ -109,10 +109,11 @@ class PublishedMeasurement:
 
     @property
     def is_held_out(self) -> bool:
-        """True if no fit uses the measurement: a third of all since 2026-11-23, and rows that were added since.
+        """True if the measurement is held out, so that no fit of the constants uses it.
 
-        The third is chosen by a hash of the run without its figure, so that all measurements of a strategy are on one
-        side. Added rows were predicted once before any choice was made with them in sight.
+        A third of the measurements is held out, chosen by a hash of the run. The hash leaves out the measured value, so
+        all measurements of one strategy are either held out or not. Rows that were added after 2026-11-23 are held out
+        too.
         """
         if self.notes.endswith(_ADDED_NOTES):
             return True
@@ -133,7 +134,7 @@ class Refusal:
 def read_measurements(
     path: Path = MEASUREMENTS_FILE,
 ) -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusal, ...]]:
-    """Return the measurements of a file in order, and its unreadable rows with the reason.
+    """Return the measurements of a file in order, and a refusal with a reason for each row that cannot be read.
 
     Raises:
         MeasurementsError: The file cannot be read, lacks a column, or has no row that can be read.
@@ -155,9 +156,10 @@ def read_measurements(
 
 
 def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
-    """Return the names of the columns of a file of measurements, and its rows.
+    """Return the names of the columns of a file of measurements, and one pair per row.
 
-    A row is its line in the file and its cells by column. Missing cells and optional columns are empty.
+    A pair has the row's line in the file, and the row's cells by column. Missing cells and missing optional columns are
+    empty texts.
 
     Raises:
         MeasurementsError: The file cannot be read, or lacks a column or names one twice.
@@ -186,7 +188,11 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
 
 
 def _parse_row(line: int, row: Mapping[str, str]) -> PublishedMeasurement:
-    """Return the measurement of a row; `line` is the row's line in the file.
+    """Return the measurement that a row describes.
+
+    Args:
+        line: Line of the row in the file.
+        row: Cells of the row by column.
 
     Raises:
         MeasurementsError: A cell cannot be read.
@@ -237,10 +243,14 @@ class _RowCells:
         )
 
     def whole(self, column: str, text: str) -> int | None:
-        """Return a whole number above 0, or None for an empty text.
+        """Parse a whole number above 0 from `text`. An empty text gives None.
+
+        Args:
+            column: Name of the column, for the error.
+            text: The text to parse.
 
         Raises:
-            MeasurementsError: The text is no such number.
+            MeasurementsError: The text is no whole number above 0.
         """
         if not text:
             return None
@@ -251,10 +261,10 @@ class _RowCells:
         return int(text)
 
     def number(self, column: str) -> float | None:
-        """Return a column's number above 0, or None for an empty cell.
+        """Return the number in a column's cell, or None for an empty cell.
 
         Raises:
-            MeasurementsError: The cell is no such number.
+            MeasurementsError: The cell is no number above 0.
         """
         text = self.texts[column]
         if not text:

@@ -39,10 +39,13 @@ _NARROWEST_LABEL, _NARROW_LABEL = 0.7, 1.2
 
 
 def schedules(given: Namespace) -> int:
-    """Simulate all schedules, print them as a table or JSON, draw them if SVG= names a file, and return 0.
+    """Simulate all pipeline schedules, print them as a table or JSON, and return 0.
+
+    If SVG= names a file, the schedules are also drawn. PipeDream-2BW is left out if there are fewer micro batches than
+    stages.
 
     Raises:
-        ValueError: A schedule is not possible; the message is one sentence.
+        ValueError: A schedule is not possible. The message is one sentence.
     """
     timelines = [
         simulate_schedule(
@@ -77,7 +80,7 @@ def schedules_arguments(parser: ArgumentParser) -> None:
 
 
 def _encode_timeline(timeline: SimulatedSchedule) -> dict[str, Any]:
-    """Return the figures of a simulated schedule and of its closed form, as data for JSON."""
+    """Return a dictionary for JSON with the figures of a simulated schedule, and of its closed form."""
     measured = measure_schedule(timeline)
     return {
         "schedule": timeline.schedule.paper_name,
@@ -93,7 +96,7 @@ def _encode_timeline(timeline: SimulatedSchedule) -> dict[str, Any]:
 
 
 def _print_table(timelines: list[SimulatedSchedule]) -> None:
-    """Print a table with a row per schedule."""
+    """Print a table with one row per schedule: its time, idle time, stored activations and weight versions."""
     first = timelines[0]
     title = (
         f"{first.pipeline} stages, {first.microbatches} micro batches per iteration, "
@@ -152,7 +155,7 @@ def _draw_all(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
 
 
 def _draw_schedule(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
-    """Draw the events of one schedule; `longest` is the end of the time axis."""
+    """Draw the timeline of one schedule, one row per stage. The time axis ends at `longest`."""
     axes.broken_barh([(0, timeline.length)], (-0.42, timeline.pipeline - 1 + 0.84), color=_IDLE)
     for event in timeline.events:
         is_odd = event.step.chunk % 2 == 1

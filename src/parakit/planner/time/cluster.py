@@ -21,9 +21,9 @@ from parakit.planner.time.execution import Execution
 
 @dataclass(frozen=True)
 class Calibration:
-    """Constants that were measured on the machine itself; None takes those of the device's generation (`Constants`).
+    """Constants that were measured on the user's machine. The names of the fields are the keys of a calibration file.
 
-    The names of the fields are the keys of a calibration file.
+    None means that the constant of the device's generation is used (`Constants`).
     """
 
     matmul: float | None = None
@@ -72,7 +72,9 @@ class Calibration:
 
 @dataclass(frozen=True, eq=False)
 class Cluster:
-    """`devices` equal devices with `per_node` of them in each node. Clusters compare by identity."""
+    """Cluster of `devices` identical devices with `per_node` devices per node. Two clusters are equal only if they are
+    one object.
+    """
 
     device: Device
     devices: int
@@ -132,11 +134,13 @@ class Route:
 
 @lru_cache(maxsize=65536)
 def find_route(cluster: Cluster, parallelism: Parallelism, group: Group) -> Route:
-    """Return bandwidth and latency of a process group under Megatron's order of ranks, tp-cp-ep-dp-pp, TP innermost.
+    """Return the bandwidth and the latency of the link that a process group uses.
 
-    A group inside a node uses the node's link. A group across nodes shares the node's network ports: with k ranks per
-    node it has k ports (one per device, or its share of the node's), but never more bandwidth than the inner link. All
-    groups together use all ports, so behind an oversubscribed switch each group has its share of the uplink.
+    Ranks have Megatron's order tp-cp-ep-dp-pp, with TP innermost. A group inside a node uses the link of the node. A
+    group across nodes uses network ports: k ranks in a node have the bandwidth of k ports, or of their fraction of the
+    node's ports. Pipeline stages and tied embeddings communicate over one port only. The bandwidth never exceeds the
+    bandwidth of the node's link. Oversubscription divides the bandwidth of a port, because all groups together use all
+    ports.
     """
     stride, ranks = stride_and_ranks(parallelism, group)
     ranks_per_node = min(ranks, max(1, cluster.per_node // stride))

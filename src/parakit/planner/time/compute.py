@@ -73,7 +73,10 @@ _ATTENTION_BACKWARD_FACTOR = 2.5
 
 @dataclass(frozen=True, slots=True)
 class LayerSeconds:
-    """Computation of one layer and micro batch; `*_recompute` is the part of forward that backward repeats."""
+    """Computation time of one layer for one micro batch, in seconds by component.
+
+    `*_recompute` is the part of forward that backward repeats.
+    """
 
     forward_matmul: float
     matmul_recompute: float
@@ -100,9 +103,14 @@ class LayerSeconds:
 
 
 def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
-    """Return the computation times of one layer for one micro batch.
+    """Return the computation times of one layer for one micro batch, without communication.
 
-    All layers of `spec` are of one kind. A frozen layer computes no gradients of its weights.
+    All layers of `spec` must be of one kind.
+
+    Args:
+        spec: The run.
+        rate: Rates that the device achieves.
+        frozen: True if the layer computes no gradients of its weights.
     """
     layer = _layer_seconds_without_context(spec.without_cp_comm_type, rate, frozen)
     forward, backward = (moved / rate.bytes_per_second for moved in context_bytes(spec))
@@ -119,7 +127,7 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
 
 @lru_cache(maxsize=65536)
 def _layer_seconds_without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSeconds:
-    """Return a layer's times without the memory traffic that context parallelism adds to attention."""
+    """Return a layer's times for one micro batch, without the memory traffic that context parallelism adds."""
     products = tuple(_list_products(spec))
     is_recomputed = [spec.recompute.recomputes(*product.modules) for product in products]
     has_recomputed_attention = spec.recompute.recomputes("core_attn")
@@ -161,16 +169,17 @@ class _ProductTimes(NamedTuple):
 def _product_times(
     spec: RunSpec, rate: DeviceRates, products: Sequence[_Product], frozen: bool
 ) -> _ProductTimes:
-    """Return the seconds of products in forward, and of both gradients in backward.
+    """Return the seconds of matrix products in forward and backward.
 
-    Frozen weights have no gradients.
+    Backward has two products per product of forward: one for the gradient of the input, and one for the gradient of the
+    weight. Frozen weights have no gradients.
     """
     accumulates = not rate.execution.unfused_gradients
 
     def seconds(
         product: _Product, rows: int, inner: int, columns: int, accumulated: bool = False
     ) -> float:
-        """Return the seconds of a product's kernel with other sizes."""
+        """Return the seconds of a matrix product with these sizes, in the kernel that `product` uses."""
         return product_seconds(
             rows,
             inner,
@@ -195,7 +204,8 @@ def _product_times(
 def _dropout_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Return the seconds to draw random numbers for a layer's hidden dropouts in forward.
 
-    Backward reads the masks. The time is 0 without dropout, and where no compiled kernel draws the numbers.
+    Backward draws no numbers, because it reads the stored masks. The time is 0 without dropout. It is also 0 on
+    devices before Hopper, which have no compiled kernel for this.
     """
     if not (spec.dropout and rate.compiled):
         return 0.0
@@ -209,9 +219,10 @@ def _dropout_seconds(spec: RunSpec, rate: DeviceRates) -> float:
 
 
 def _seconds_per_added_gradient(spec: RunSpec, rate: DeviceRates) -> float:
-    """Return the seconds per element to add a weight's gradient to those of earlier micro batches.
+    """Return the seconds per element to add a weight's gradient to the sum of earlier micro batches.
 
-    The time is 0 where the product itself adds, and nothing was measured on this machine.
+    The time is 0 if the kernel of the matrix product adds the gradient itself. A time that was measured on this machine
+    is added in any case.
     """
     measured = rate.measured.gradient_seconds / rate.core_fraction
     moved = spec.element_bytes + 2 * bytes_per_parameter(spec).gradients
@@ -221,7 +232,7 @@ def _seconds_per_added_gradient(spec: RunSpec, rate: DeviceRates) -> float:
 def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
     """Return the seconds of the embedding's memory traffic for one micro batch, forward and backward.
 
-    It counts the look-up, positions, dropout and the scatter of gradients.
+    Counted are the look-up, the positions, dropout and the scatter of gradients.
     """
     elements = spec.micro_batch_tokens * spec.shape.hidden
     seconds = 10 * spec.element_bytes * elements / rate.bytes_per_second
@@ -230,10 +241,10 @@ def embedding_seconds(spec: RunSpec, rate: DeviceRates) -> float:
 
 
 def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
-    """Return the seconds of output layer and loss for one micro batch: matrix products, and memory traffic.
+    """Return the seconds of output layer and loss for one micro batch: of matrix products, and of memory traffic.
 
-    Both numbers cover the forward and the backward pass. Each MTP layer computes output layer and loss once more. To
-    count its correct predictions it also reads its logits again for the largest one (`multi_token_prediction.py:
+    Both numbers cover forward and backward. Each MTP layer computes the output layer and the loss once more. It also
+    reads its logits a second time, to count its correct predictions (`multi_token_prediction.py:
     _compute_mtp_acceptance_counts`).
     """
     predicted_tokens = spec.shape.predicted_tokens
@@ -261,7 +272,10 @@ def _output_layer_seconds(spec: RunSpec, rate: DeviceRates) -> float:
 
 
 def _loss_seconds(spec: RunSpec, rate: DeviceRates) -> float:
-    """Return the seconds of the loss of all predicted tokens, and of MTP's count of correct predictions."""
+    """Return the seconds per micro batch of the loss, and of counting MTP's correct predictions.
+
+    With multi-token prediction (MTP) each token has several losses, and all are included.
+    """
     logits = logit_elements(spec)
     loss_logits = spec.shape.predicted_tokens * logits
     seconds_per_logit = rate.measured.logit_seconds
@@ -292,12 +306,13 @@ def _vocabulary_table_elements(spec: RunSpec) -> int:
 
 
 def optimizer_seconds(spec: RunSpec, rate: DeviceRates, pipeline_rank: int) -> float:
-    """Return the seconds of an update on a pipeline rank.
+    """Return the seconds of the optimizer's update on a pipeline rank, without communication.
 
-    They are memory traffic: Adam, clipping, copies between precisions, and setting gradients to zero.
+    The update is limited by memory traffic: of Adam, of clipping, of copies between precisions, and of setting
+    gradients to zero.
 
     Raises:
-        NoPeakError: Something is offloaded to the host, and the link between device and host is not known.
+        NoPeakError: A part of the optimizer is offloaded, and the rates of the host are unknown.
     """
     precision = bytes_per_parameter(spec)
     num_held, num_gradients = held_parameters(spec, pipeline_rank)
@@ -328,8 +343,8 @@ def _seconds_with_host_update(rate: DeviceRates, on_device: float, num_offloaded
     as its memory takes to move weights, gradients and Adam's state.
 
     Without `overlap_offload`, the gradients move to the host before the update, and the weights move back after it.
-    With it, transfers and updates of different tensors overlap, so the slowest of them takes all of the time
-    (`hybrid_optimizer.py: HybridDeviceOptimizer.step`).
+    With `overlap_offload`, transfers and updates of different tensors overlap, so the slowest of them determines the
+    time (`hybrid_optimizer.py: HybridDeviceOptimizer.step`).
     """
     transfer_seconds = num_offloaded * _OFFLOADED_BYTES / rate.known_host.link_bytes_per_second
     host_seconds = num_offloaded * _ADAM_BYTES / rate.known_host.memory_bytes_per_second
@@ -340,7 +355,10 @@ def _seconds_with_host_update(rate: DeviceRates, on_device: float, num_offloaded
 
 
 class _Product(NamedTuple):
-    """Matrix products of one layer in forward: `copies` times rows×inner by inner×columns."""
+    """One or several identical matrix products of a layer in forward.
+
+    There are `copies` products of a rows×inner matrix with an inner×columns matrix.
+    """
 
     rows: int
     inner: int
@@ -369,9 +387,9 @@ def product_seconds(
 ) -> float:
     """Return the seconds of a matrix product, or of several products of one shape in one kernel.
 
-    The result is computed in tiles, in waves of one tile per processor, and the last wave takes as long as the others.
-    Each tile starts and ends with work that takes as long as `fill` of its inner dimension. A GPU loads operands
-    concurrently with computation, a core of a CPU does not.
+    The result is computed in tiles, in waves of one tile per processor. The last wave takes as long as the others, even
+    if it is not full. Each tile starts and ends with work that takes as long as `rate.fill` elements of the inner
+    dimension. A GPU loads operands concurrently with computation, and a CPU core does not.
 
     Args:
         rows: Rows of the first operand and of the result.
@@ -380,7 +398,7 @@ def product_seconds(
         element_bytes: Bytes per element of operands and result.
         rate: Rates that the device achieves.
         copies: Number of products of this shape in one kernel.
-        quantized: True if the operands are in fewer bits, provided that the run has an fp8 recipe.
+        quantized: True if the operands are quantised in a run with an fp8 recipe. Without a recipe it has no effect.
         accumulated: True if the result is added to gradients in fp32.
     """
     if not rows * inner * columns:
@@ -409,9 +427,10 @@ def product_seconds(
 
 
 def _elements_per_processor(rows: int, columns: int, copies: int, rate: DeviceRates) -> float:
-    """Return the elements of the result per processor, in full tiles of the fastest kind of tile.
+    """Return the number of elements of the result that one processor computes, rounded up to full tiles.
 
-    Slower kinds of tile count as more elements. A CPU core's tiles are so small that its elements are counted exactly.
+    Tiles that use the processor badly count as more elements. The kind of tile with the lowest count is taken. A CPU
+    core has very small tiles, so the elements are not rounded up there.
     """
     if rate.processors == 1:
         return rows * columns * copies
@@ -427,7 +446,11 @@ def _elements_per_processor(rows: int, columns: int, copies: int, rate: DeviceRa
 
 
 def _list_products(spec: RunSpec) -> Iterator[_Product]:
-    """Yield the matrix products of one layer in forward: attention's projections, and the MLP or the experts."""
+    """Yield the matrix products of one layer in forward: of attention's projections, and of the MLP or the experts.
+
+    For a Mamba-2 mixer, only the products of the mixer are yielded. The block that begins a layer of multi-token
+    prediction has one product more, which joins its two inputs.
+    """
     shape, tensor = spec.shape, spec.parallelism.tensor
     tokens, hidden = spec.micro_batch_tokens, shape.hidden
     if shape.blocks == MAMBA and shape.mamba:
@@ -454,7 +477,11 @@ def _list_products(spec: RunSpec) -> Iterator[_Product]:
 
 
 def _list_expert_products(spec: RunSpec, gate: int) -> Iterator[_Product]:
-    """Yield the products of the router and of a rank's experts; `gate` is 2 for gated activations, else 1."""
+    """Yield the matrix products of the router and of the experts on the busiest rank.
+
+    Args:
+        gate: 2 for gated activations, else 1. It multiplies the columns of the first product.
+    """
     shape, tensor, modules = spec.shape, spec.parallelism.tensor, ("moe",)
     hidden, rank_tokens = shape.hidden, spec.micro_batch_tokens // spec.sequence_shards
     yield _Product(rank_tokens, hidden, shape.experts, quantized=False, modules=modules)
@@ -479,10 +506,10 @@ def _list_expert_products(spec: RunSpec, gate: int) -> Iterator[_Product]:
 
 
 def _list_mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
-    """Yield the products of a Mamba-2 mixer: its projections, and its scan (arXiv:2405.21060 section 6).
+    """Yield the matrix products of a Mamba-2 mixer: of its projections, and of its scan (arXiv:2405.21060 section 6).
 
-    Within a chunk of tokens the scan multiplies a group's scores and sums each head by them. Across chunks it
-    multiplies each head's state and what a chunk adds to the state.
+    The scan has four products per chunk of tokens: the scores of each group, the sum of each head weighted by the
+    scores, what the chunk adds to each head's state, and what the state adds to each head's output.
     """
     tensor, tokens, hidden = spec.parallelism.tensor, spec.micro_batch_tokens, spec.shape.hidden
     yield _Product(tokens, hidden, mamba.projected_columns // tensor)
@@ -499,7 +526,8 @@ def _list_mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
 def _list_latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
     """Yield the projections of multi-latent attention.
 
-    A rank projects its shard of the sequence down, and all tokens up to its heads.
+    Down-projections compute only the rank's shard of the sequence. Up-projections compute all tokens, for the rank's
+    heads.
     """
     hidden, tokens = spec.shape.hidden, spec.micro_batch_tokens
     heads, rank_tokens = spec.shape.heads // spec.parallelism.tensor, tokens // spec.sequence_shards
@@ -515,14 +543,15 @@ def _list_latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_P
 
 
 def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, int]:
-    """Return the memory traffic to quantise the operands of products, in forward and in backward.
+    """Return the bytes that are moved to quantise the operands of products, in forward and in backward.
 
-    An operand is read in two bytes and written twice, as it is and transposed for the weights' gradient
-    (Transformer Engine, `cast_transpose`). A scale from the tensor's own maximum needs one more reading
-    (`Float8CurrentScaling`), but after a norm, which computes the maximum (TransformerEngine#2013). NVFP4 has a
-    scale per tensor in addition to the scales of its blocks (arXiv:2509.25149 §4.1). If the scale is known
-    before (`DelayedScaling`), a norm writes its output quantised, which is then only transposed. Fused experts
-    cast the tensors between their matrix products inside their kernels.
+    Without an fp8 recipe both numbers are 0. Each operand is read with two bytes per element. It is written twice: as
+    it is, and transposed for the weight's gradient (Transformer Engine, `cast_transpose`). Some recipes compute the
+    scale from the maximum of the tensor (`Float8CurrentScaling`, and NVFP4: arXiv:2509.25149 §4.1). They read the
+    operand a second time. Under `Float8CurrentScaling` a norm computes the maximum of its output, which saves this
+    reading (TransformerEngine#2013). If the scale is known before (`DelayedScaling`), a norm writes its output
+    quantised, so that it only has to be transposed. Fused experts quantise the tensors between their products inside
+    their kernels, which adds no bytes.
     """
     fp8_recipe = rate.fp8_recipe
     if not fp8_recipe:
@@ -549,9 +578,10 @@ def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, i
 
 
 def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
-    """Return the seconds of the scores and of their product with V, in forward and in backward.
+    """Return the seconds of attention for one layer and micro batch, in forward and in backward.
 
-    Fused attention skips masked scores; unfused attention is two matrix products per head.
+    Attention is the product of Q and K, and the product of the scores with V. Fused attention skips masked scores.
+    Unfused attention computes two full matrix products per head.
     """
     shape = spec.shape
     heads, length = shape.heads // spec.parallelism.tensor, shape.seq_length
@@ -574,8 +604,9 @@ def _fused_attention_seconds(
 ) -> float:
     """Return the seconds of fused attention in forward.
 
-    The rate falls with the head's width, because the exponentials of the scores do not get cheaper, and on short
-    sequences. Heads that the device's own kernels do not take run at the rate of FlashAttention 2.
+    The rate is lower for narrow heads, because the number of exponentials does not fall with the width. The rate is
+    also lower on short sequences. If the device's fast kernels do not support the width, the rate is that of
+    FlashAttention 2.
 
     Args:
         spec: The run. In layers with a window only the scores inside the window count.

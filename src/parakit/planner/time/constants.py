@@ -18,7 +18,7 @@ CONSTANTS_FILE = Path(__file__).with_name("constants.yaml")
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of one generation of devices, for every configuration."""
+    """Constants of the time model for one generation of devices. They are the same for all configurations."""
 
     matmul: float
     """Fraction of the dense peak that a very large matrix product reaches if its operands cost nothing to read."""

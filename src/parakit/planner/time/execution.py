@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Execution:
-    """Switches of a run. The defaults are Megatron's without further flags, as in the six published runs of the kit."""
+    """Options of a run that the time model needs in addition to the run's spec, such as overlapped communication.
+
+    The defaults are Megatron's defaults without further flags, as in the six runs that the kit has published.
+    """
 
     overlap_gradients: bool = False
     """`--overlap-grad-reduce`: gradients are reduced concurrently with backward."""

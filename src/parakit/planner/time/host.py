@@ -47,7 +47,10 @@ number doubles with fp8, which casts each expert's operand."""
 
 
 def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
-    """Return the host's seconds for an iteration outside its layers, while the device has no work."""
+    """Return the seconds per iteration in which the device waits for the host, outside the layers.
+
+    The host then runs the training loop and launches the update.
+    """
     loop, layer = cluster.calibration.iteration_host_seconds, cluster.constants.layer_launch_seconds
     if cluster.device.key == "cpu":
         return (loop or 0.0) / cluster.core_fraction
@@ -58,12 +61,12 @@ def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
 
 
 def launch_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
-    """Return the host's seconds to launch one layer and its collective `calls` for one micro batch.
+    """Return the seconds that the host needs to launch the kernels of one layer and its collective `calls`.
 
-    The result is 0 with CUDA graphs. Forward has about a third of the kernels, and recomputation launches them
-    once more. A call starts when the slowest host of its ranks has launched it. The slowest host lies behind
-    the average by the square root of the logarithm of the number of ranks, like the maximum of as many random
-    times.
+    The time is for forward and backward of one micro batch. It is 0 with CUDA graphs. Forward has about a third of a
+    layer's kernels, and recomputation launches these kernels a second time. A call waits for the slowest host of its
+    ranks. The expected delay of the slowest host grows like the square root of the logarithm of the number of ranks, so
+    the launch time of a call is multiplied by this root.
     """
     if cluster.execution.graphs:
         return 0.0
@@ -80,10 +83,11 @@ def launch_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCa
 
 
 def host_runs_ahead(spec: RunSpec, cluster: Cluster) -> bool:
-    """Return True if the host launches a layer while the device computes earlier kernels.
+    """Return True if the host launches kernels of a layer while the device still computes earlier kernels.
 
-    The host waits where routing tells it how many tokens each expert gets. With padding to a capacity the number is
-    known before (`token_dispatcher.py: cuda_sync_point`).
+    The result is False if the host has to wait for the device in each layer. This is the case for experts, because the
+    host needs the number of tokens per expert. If inputs are padded to a capacity, the number is known without waiting
+    (`token_dispatcher.py: cuda_sync_point`).
     """
     waits_for_routing = bool(spec.shape.experts) and not spec.expert_load.pads_to_capacity
     is_blocking = waits_for_routing or cluster.execution.blocking
@@ -100,10 +104,10 @@ def _expert_layer_kernels(spec: RunSpec, cluster: Cluster) -> float:
 
 
 def _recomputed_kernel_fraction(spec: RunSpec) -> float:
-    """Return the fraction of a layer's forward kernels that backward launches once more.
+    """Return the fraction of a layer's forward kernels that backward launches a second time, for recomputation.
 
-    It counts recomputation of the full layer and of the MLP or the experts. Other modules have one to six kernels and
-    are not counted.
+    Recomputation of the full layer and of the MLP or the experts is counted. Other modules are ignored, because they
+    have at most six kernels.
     """
     shape, is_recomputed = spec.shape, spec.recompute.recomputes
     if is_recomputed():

@@ -57,7 +57,10 @@ from parakit.planner.time.rates import DeviceRates, compute_device_rates
 
 @dataclass(frozen=True)
 class MicroBatchSeconds:
-    """Seconds of one micro batch, or of a part of it, on one rank; communication is the exposed part."""
+    """Seconds of one micro batch, or of a part of it, on one rank, by component.
+
+    Only exposed communication is included.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0
@@ -90,7 +93,7 @@ _get_components: Callable[[MicroBatchSeconds], tuple[float, ...]] = attrgetter(
 
 @dataclass(frozen=True)
 class IterationSeconds(MicroBatchSeconds):
-    """Seconds of one iteration by component: all its micro batches, and the time around them."""
+    """Seconds of one iteration by component: of all its micro batches, of the pipeline and of the update."""
 
     pipeline_messages: float = 0.0
     bubble: float = 0.0
@@ -137,8 +140,9 @@ _COPY_OUT_PASSES = 2
 def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     """Return the seconds of one iteration by component.
 
-    1F1B over stages that take T_i per micro batch lasts m·max(T) + (ΣT − max T)/v for m micro batches and v virtual
-    stages: the work of all stages but the slowest is passed through once, at start and end (arXiv:2104.04473 §2.2).
+    Let stage i take T_i seconds per micro batch. 1F1B with m micro batches and v virtual stages then takes
+    m·max(T) + (ΣT − max T)/v seconds. The second term is the bubble: the slowest stage waits while a micro batch passes
+    through the other stages at the start and at the end (arXiv:2104.04473 §2.2).
 
     Raises:
         NoPeakError: The device has no matrix rate in the run's dtype.
@@ -174,8 +178,8 @@ def straggler_fraction(cluster: Cluster) -> float:
 def message_seconds(spec: RunSpec, cluster: Cluster) -> float:
     """Return the exposed seconds of messages between pipeline stages in one iteration.
 
-    1F1B exposes all of them. The interleaved schedule overlaps them, so that only their contention with computation
-    remains.
+    1F1B exposes all messages. The interleaved schedule overlaps messages with computation, so that only their
+    contention with computation remains.
     """
     calls = _select_calls_in_group(pipeline_collectives(spec, 0), Group.PIPELINE)
     messages = _call_seconds(spec, cluster, calls)
@@ -188,9 +192,9 @@ def message_seconds(spec: RunSpec, cluster: Cluster) -> float:
 def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, float]:
     """Return the time of one micro batch on the slowest stage, and its seconds through all stages.
 
-    If CPU ranks share cores, a waiting stage leaves its cores to the other stages. The time of m micro batches
-    then has two lower bounds: the work of all stages on all cores, and the slowest stage's work plus one pass
-    through the other stages.
+    If CPU ranks share cores, a waiting stage leaves its cores to the other stages, and both results include this. The
+    time of m micro batches then has two lower bounds: the work of all stages on all cores, and the work of the slowest
+    stage plus one pass through the other stages.
     """
     parts, slowest_seconds, all_stages_seconds = slowest_stage(spec, cluster)
     slowest = _add_parts(parts)
@@ -202,9 +206,10 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
 
 
 def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float]:
-    """Return the slowest stage's parts, its seconds per micro batch, and a micro batch's seconds through all stages.
+    """Return three results: the parts of the slowest stage, its seconds per micro batch, and the seconds in which one
+    micro batch passes through all stages.
 
-    The parts are those of a rank that has its cores for itself; the seconds include the sharing of cores.
+    If CPU ranks share cores, both seconds include the sharing. The times of the parts do not include it.
     """
     pipeline, pieces = spec.parallelism.pipeline, _find_stage_pieces(spec, cluster)
     # Identical stages are computed once: the first, the last, and the distinct ones of the middle.
@@ -226,9 +231,9 @@ def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float
 
 
 def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[float, float]:
-    """Return the seconds of one micro batch on a pipeline rank, and those after its last backward.
+    """Return two times of a pipeline rank: the seconds per micro batch, and the seconds after its last backward.
 
-    The second number is the time of gradients, updated weights and the optimizer.
+    The second number is the time of communicating gradients and updated weights, and of the optimizer, without overlap.
     """
     single_batch = replace(spec, batch=Batch(1, spec.parallelism.data))
     pieces = _find_stage_pieces(spec, cluster)
@@ -239,9 +244,9 @@ def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[
 
 
 def _find_stage_pieces(spec: RunSpec, cluster: Cluster) -> tuple[_Pieces, _Pieces]:
-    """Return the pieces of all stages with recomputed layers, and with layers that are stored for backward.
+    """Return the times of a model's pieces twice: for layers that are recomputed, and for layers that are not.
 
-    Both are equal unless only some layers are recomputed.
+    Both results are equal unless only some of the layers are recomputed.
     """
     pieces = _compute_pieces(spec.one_layer_per_stage, cluster)
     if not spec.recompute.is_block_method:
@@ -254,8 +259,11 @@ def _list_stage_parts(
 ) -> _Parts:
     """Return the parts of one micro batch on a pipeline rank.
 
-    They are recomputed layers, stored layers, waits for offloaded activations, the embedding on the first stage and
-    the head on the last. `pieces` are those of `_find_stage_pieces`.
+    A part is a number of equal pieces and the time of one piece. Parts are recomputed layers, other layers, waits for
+    offloaded activations, the embedding on the first stage, and the output layer with the loss on the last stage.
+
+    Args:
+        pieces: Result of `_find_stage_pieces`.
     """
     recomputed, stored = pieces
     layers = spec.num_layers_on_stage(pipeline_rank)
@@ -303,7 +311,7 @@ def exposed_seconds(seconds: float, compute_seconds: float, contention: float) -
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """Times of the pieces from which the stages of a model are made, per micro batch."""
+    """Times per micro batch of the pieces of a model: a layer, the embedding, and the output layer with the loss."""
 
     layer: MicroBatchSeconds
     dense: MicroBatchSeconds
@@ -323,7 +331,7 @@ def _get_rates(spec: RunSpec, cluster: Cluster) -> DeviceRates:
 
 @lru_cache(maxsize=65536)
 def _compute_pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
-    """Return the times of a layer, a dense layer, the embedding and the head of a run per micro batch."""
+    """Return the times per micro batch of a layer, a dense layer, the embedding and the output layer with the loss."""
     kinds = [(times, *_layer_time(kind, cluster)) for times, kind in spec.block_specs]
     forward = sum(times * arithmetic.forward for times, _, arithmetic in kinds)
     backward = sum(times * arithmetic.backward for times, _, arithmetic in kinds)
@@ -375,10 +383,10 @@ def _embedding_and_head_time(
 
 @lru_cache(maxsize=65536)
 def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSeconds]:
-    """Return the time of one layer with communication and launches, and its computation alone.
+    """Return two times of one layer per micro batch: with communication and launches, and of computation alone.
 
-    A layer is never faster than the host launches its kernels. Where the host does not run ahead of the device,
-    launches and computation add up.
+    A layer takes at least the time in which the host launches its kernels. If the host does not run ahead of the
+    device, the times of launches and computation are added.
     """
     layer = layer_seconds(spec, _get_rates(spec, cluster), cluster.execution.frozen)
     calls = _layer_call_seconds(spec.without_cp_comm_type, cluster)
@@ -406,7 +414,7 @@ def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, Lay
 
 
 class _LayerCallSeconds(NamedTuple):
-    """Seconds of a layer's collectives, without those of context parallelism."""
+    """Seconds of a layer's collectives and launches. Context parallelism is not included."""
 
     tensor_parallel: float
     """Exposed tensor-parallel communication."""
@@ -418,7 +426,11 @@ class _LayerCallSeconds(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _layer_call_seconds(spec: RunSpec, cluster: Cluster) -> _LayerCallSeconds:
-    """Return the seconds of a layer's tensor-parallel and expert-parallel calls and of its launches."""
+    """Return three times of a layer per micro batch: of tensor-parallel calls, of expert-parallel calls, and of
+    launches by the host.
+
+    The time of tensor-parallel calls is the exposed part.
+    """
     layer = layer_seconds(spec, _get_rates(spec, cluster), cluster.execution.frozen)
     tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
     overlapped_compute = layer.weight_gradients
@@ -446,9 +458,10 @@ def _overlappable_matmul_seconds(layer: LayerSeconds) -> float:
 def _exposed_call_seconds(
     spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall], compute_seconds: float
 ) -> float:
-    """Return the exposed seconds of calls, of which the overlappable ones run with `compute_seconds`.
+    """Return the exposed seconds of calls.
 
-    Forward's tensor-parallel calls are exposed; backward's overlap with the weights' gradients.
+    Overlappable calls run concurrently with computation of `compute_seconds`, so that only the rest of their time and
+    the contention are exposed. All other calls are exposed in full.
     """
     calls = list(calls)
     overlappable = _call_seconds(spec, cluster, (call for call in calls if call.overlappable))
@@ -460,7 +473,8 @@ def _exposed_call_seconds(
 def _context_seconds(spec: RunSpec, cluster: Cluster, layer: LayerSeconds) -> float:
     """Return the exposed seconds of a layer's context-parallel communication.
 
-    The ring's messages overlap with attention on the keys that have arrived; other algorithms overlap with nothing.
+    Messages of the ring overlap with attention on the keys that have arrived. The communication of other algorithms is
+    fully exposed.
     """
     calls = list(context_collectives(spec))
     seconds = _call_seconds(spec, cluster, calls)
@@ -486,10 +500,11 @@ def _select_calls_in_phase(calls: Iterable[CollectiveCall], phase: Phase) -> lis
 def synchronisation_seconds(
     spec: RunSpec, cluster: Cluster, micro_batch_seconds: float
 ) -> tuple[float, float]:
-    """Return the exposed seconds of gradient communication, and the optimizer's, on the rank with the largest sum.
+    """Return two times per iteration: the exposed communication of gradients and weights, and the optimizer's update.
 
-    With overlap, gradients move during the last backward and weights during the first forward, but for one bucket of
-    each. Both are 0 for frozen weights.
+    Both times are of the pipeline rank with the slowest update. If the run overlaps this communication, gradients move
+    during the last backward and weights during the first forward. One bucket of gradients and one of weights are always
+    exposed. Both times are 0 for frozen weights.
 
     Args:
         spec: The run.
@@ -541,7 +556,11 @@ class _UpdateSeconds(NamedTuple):
 
 @lru_cache(maxsize=65536)
 def _find_slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, _UpdateSeconds]:
-    """Return the fraction of a rank's gradients in one bucket, and the times of the rank with the slowest update."""
+    """Return two results: the fraction of a rank's gradients that one bucket holds, and the times after the last
+    backward.
+
+    The times are of the pipeline rank for which their sum is largest.
+    """
     ranks = spec.parallelism.data * spec.parallelism.context
     bucket_elements = max(_BUCKET_ELEMENTS, 1_000_000 * ranks)
     bucket_fraction = min(1.0, bucket_elements / max(1, rank_parameters(spec).total))
@@ -553,7 +572,8 @@ def _find_slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, _Updat
 def _seconds_after_backward(spec: RunSpec, cluster: Cluster, rank: int) -> _UpdateSeconds:
     """Return the seconds that a pipeline rank takes after its last backward, if nothing overlaps.
 
-    Shardings that overlap their communication have no gradients and weights here; `_layerwise_sync_seconds` has them.
+    For ZeRO-2, ZeRO-3 and FSDP2 the communication of gradients and weights is left out, because
+    `_layerwise_sync_seconds` estimates it.
     """
     sync = _select_calls_in_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
     sync += partial_gradient_collectives(spec, rank)
@@ -588,10 +608,9 @@ def _layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: fl
 
     The result is 0 for other shardings. It is the sum of:
 
-    - all-gathers and reduce-scatters, as far as the `compute_seconds` of forward and backward do not overlap with
-      them;
-    - the gather of the first layer and the reduction of the last layer, which nothing overlaps with;
-    - collectives in the optimizer step, which nothing overlaps with;
+    - the exposed part of all-gathers and reduce-scatters, which overlap with `compute_seconds` of forward and backward;
+    - the gather of the first layer and the reduction of the last layer, which are fully exposed;
+    - collectives in the optimizer step, which are fully exposed;
     - kernels that copy weights out of buffers and add up unfused gradients.
     """
     if not spec.parallelism.sharding.overlaps_by_default:
@@ -616,9 +635,9 @@ def _layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: fl
 
 
 def _call_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
-    """Return the seconds of calls one after another, each alone on its link.
+    """Return the sum of the seconds of all calls, without overlap. Each call has its link for itself.
 
-    Calls over one rank and calls without bytes take no time.
+    Calls in groups of one rank and calls without bytes take no time.
     """
     times = []
     for call in calls:

@@ -17,9 +17,9 @@ def exposed_copy_seconds(
     """Return the seconds that one micro batch waits for copies of activations on a pipeline rank.
 
     Args:
-        spec: The run, whose `offload` names what moves to the host.
-        pipeline_rank: The rank.
-        passes: Seconds of all its layers in forward and in backward.
+        spec: The run. Its field `offload` states which activations move to the host.
+        pipeline_rank: The pipeline rank.
+        passes: Seconds of forward, and of backward, through all layers of the rank.
         host: Rates of the host.
     """
     chunks = spec.layers_per_chunk(pipeline_rank)
@@ -42,8 +42,8 @@ def _forward_wait_seconds(
 ) -> float:
     """Return the seconds that forward waits if the first `offloaded` of a rank's layers move to the host.
 
-    The copy of a layer starts when the next layer begins. It must have ended when a layer begins that takes its place
-    in the device's memory (Transformer Engine, `cpu_offload.py: _default_offload_sync_init`).
+    The copy of a layer starts when the next layer begins. A later layer takes over the memory of the copied layer. The
+    later layer waits until the copy has ended (Transformer Engine, `cpu_offload.py: _default_offload_sync_init`).
     """
     waited = stream_free_at = 0.0
     copy_end_by_layer: list[float] = []
@@ -69,9 +69,9 @@ def _backward_wait_seconds(
 ) -> float:
     """Return the seconds that backward waits if the first `offloaded` of a rank's layers are on the host.
 
-    Backward runs from the last layer to the first. Each layer that ends frees memory for one layer on the host. The
-    copy of the last layer that is still there then starts, while backward computes the next layer. Backward waits
-    before a layer whose copy has not ended.
+    Backward runs from the last layer to the first. Each layer that ends frees memory on the device for one layer on the
+    host. The last layer that is still on the host is then copied back, while backward computes the next layer. Backward
+    waits before a layer whose copy has not ended.
     """
     waited = stream_free_at = 0.0
     copy_end_by_layer: dict[int, float] = {}

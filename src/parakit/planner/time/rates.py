@@ -27,7 +27,7 @@ class NoPeakError(ValueError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DeviceRates:
-    """Achieved rates of one device in one dtype. Rates compare by identity."""
+    """Rates that one device achieves in one dtype. Two objects are equal only if they are one object."""
 
     flops: float
     quantised_flops: float
@@ -67,7 +67,7 @@ class DeviceRates:
         """Copy and compute rates of the host, which offloading needs.
 
         Raises:
-            NoPeakError: The rates of the host are not known.
+            NoPeakError: The rates of the host are unknown.
         """
         if self.host is None:
             raise NoPeakError(
@@ -101,10 +101,12 @@ on Hopper (measured, 128 wide, 512 to 16,384 keys), and Triton reaches less of a
 def compute_device_rates(
     cluster: Cluster, dtype: str, fp8_recipe: Fp8Recipe = Fp8Recipe.NONE
 ) -> DeviceRates:
-    """Return the rates that a cluster's device achieves in `dtype`, and in fewer bits with an fp8 recipe.
+    """Return the rates that a cluster's device achieves in `dtype`, and in the bits of the fp8 recipe.
+
+    Without a recipe, the rate for quantised products is that of `dtype`.
 
     Raises:
-        NoPeakError: The device has no matrix rate in this dtype, or none for the recipe.
+        NoPeakError: The device has no peak rate for this dtype, or for the recipe.
     """
     device, constants = cluster.device, cluster.constants
     core_fraction = cluster.core_fraction
@@ -153,7 +155,7 @@ def compute_device_rates(
 
 
 def _quantised_peak_flops(device: Device, fp8_recipe: Fp8Recipe) -> float:
-    """Return a device's peak in the bits of an fp8 recipe.
+    """Return a device's peak FLOP/s in the type of a recipe: the NVFP4 peak for the recipe NVFP4, else the FP8 peak.
 
     Raises:
         NoPeakError: The datasheet has no such rate.
@@ -169,11 +171,12 @@ def _quantised_peak_flops(device: Device, fp8_recipe: Fp8Recipe) -> float:
 
 
 def _power_fraction(device: Device) -> float:
-    """Return the fraction of its peak that a device reaches, relative to the usual device of its generation.
+    """Return the fraction of its peak that a device reaches under its power limit.
 
-    Under load of the tensor cores the power limit sets the clock, and a processor's power grows with the square to cube
-    of the clock. The rate therefore goes with the root of power times processors, at whatever clock the peak was
-    stated. The result is 1 if the generation has no usual device.
+    The fraction is relative to the usual device of the generation, for which it is 1. Under load of the tensor cores
+    the power limit sets the clock, and a processor's power grows with the square to cube of the clock. The rate is
+    therefore taken to be proportional to the root of power times processors. The result is 1 if the generation has no
+    usual device.
     """
     peak, usual = device.peak_flops("fp16"), _USUAL_DEVICES.get(device.generation)
     if usual is None or peak is None:

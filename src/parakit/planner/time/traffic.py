@@ -72,10 +72,10 @@ class _Part(NamedTuple):
 
 
 def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
-    """Return the memory traffic of a layer in one micro batch.
+    """Return the bytes that a layer reads and writes in the device's memory for one micro batch.
 
-    It excludes the scores of unfused attention (`scores_bytes`), casts to fewer bits, and what context parallelism
-    adds (`context_bytes`).
+    Three kinds of traffic are not included: the scores of unfused attention (`scores_bytes`), casts to fewer bits, and
+    the traffic that context parallelism adds (`context_bytes`).
     """
     factor = rate.elementwise
     elementwise = _list_elementwise_parts(spec, rate)
@@ -95,10 +95,10 @@ def layer_bytes(spec: RunSpec, rate: DeviceRates) -> LayerBytes:
 
 
 def _routing_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
-    """Return the bytes of memory traffic of the routing in one layer, of the forward and of the backward pass.
+    """Return the bytes that routing moves in one layer per micro batch, in forward and in backward.
 
-    Routing computes the router's scores and permutes tokens to their experts and back. Depending on the kernels it
-    also sorts tokens by local expert and adds the experts' biases. Both numbers are 0 for a dense model.
+    Routing computes the router's scores, and permutes tokens to their experts and back. With some kernels it also sorts
+    tokens by local expert and adds the experts' biases. Both numbers are 0 for a dense model.
     """
     shape, execution = spec.shape, rate.execution
     if not shape.experts:
@@ -133,11 +133,11 @@ def _expert_bias_passes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
 
 
 def softmax_is_fused(spec: RunSpec) -> bool:
-    """Return True if one kernel computes scale, mask and softmax of attention.
+    """Return True if a fused kernel computes the softmax of attention, or if none is needed.
 
-    Megatron's fused kernel for unfused attention takes four rows of heads times samples at once, and up to 4,096 keys
-    (`fused_softmax.py: is_kernel_available`). The result is also True for fused attention, and in fp32, whose softmax
-    has no casts.
+    Megatron's fused kernel for unfused attention needs a number of heads times samples that is divisible by four, and
+    at most 4,096 keys (`fused_softmax.py: is_kernel_available`). The result is also True for fused attention. It is
+    True for fp32 too, because the softmax then has no casts.
     """
     if spec.fused_attention or spec.dtype == "fp32":
         return True
@@ -147,7 +147,10 @@ def softmax_is_fused(spec: RunSpec) -> bool:
 
 
 def scores_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Return the traffic of unfused attention's scores, forward and backward; 0 for fused attention."""
+    """Return the bytes that unfused attention moves for its scores in one layer, in forward and in backward.
+
+    Both numbers are for one micro batch. They are 0 for fused attention.
+    """
     if spec.fused_attention:
         return 0, 0
     shape, element = spec.shape, spec.element_bytes
@@ -166,9 +169,9 @@ def _uses_torch_kernel(spec: RunSpec, rate: DeviceRates, patch: str) -> bool:
 
 
 def _list_elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
-    """Yield the traffic of norms, dropouts, residuals, activations, biases and rotary positions.
+    """Yield the memory traffic of norms, dropouts, residuals, activations, biases and rotary positions.
 
-    A layer that only joins tokens for multi-token prediction has norms and the join alone.
+    The block that joins the inputs of multi-token prediction has only the traffic of its norms and of the joining.
     """
     shape, element = spec.shape, spec.element_bytes
     hidden = spec.micro_batch_tokens * shape.hidden // spec.sequence_shards
@@ -197,7 +200,8 @@ def _list_elementwise_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]
 def _list_norm_parts(spec: RunSpec, rate: DeviceRates, hidden: int) -> Iterator[_Part]:
     """Yield the traffic of a layer's norms over `hidden` elements.
 
-    Backward has only what PyTorch's norms move beyond fused ones, whose three passes count with the residuals.
+    The traffic of fused norms in backward is counted with the residuals. PyTorch's norms move more bytes in backward,
+    and only these additional bytes are yielded here.
     """
     shape, element = spec.shape, spec.element_bytes
     is_torch_norm = _uses_torch_kernel(spec, rate, "norm")
@@ -209,9 +213,9 @@ def _list_norm_parts(spec: RunSpec, rate: DeviceRates, hidden: int) -> Iterator[
 
 
 def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
-    """Yield the traffic of the MLP's activation, or of the routed and the shared experts'.
+    """Yield the memory traffic of activation functions: of the MLP, or of the routed and the shared experts.
 
-    Fused experts compute their activations inside the matrix products, so their activations add no bytes.
+    Fused experts compute their activations inside the matrix products, which adds no bytes.
     """
     shape, element = spec.shape, spec.element_bytes
     column_bytes = element * spec.micro_batch_tokens / spec.parallelism.tensor
@@ -245,11 +249,10 @@ def _list_activation_parts(spec: RunSpec, rate: DeviceRates) -> Iterator[_Part]:
 def _attention_input_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
     """Return the bytes that a rank moves between a layer's projections and attention, in forward and in backward.
 
-    The bytes are for one micro batch. Rotary positions move bytes. So does splitting one tensor into queries,
-    keys and values, and joining their gradients (`attention.py: get_query_key_value_tensors`). Both numbers are
-    0 for a layer without attention. The result is also 0 with Transformer Engine if the model has learned
-    positions and as many query groups as heads. Its attention then takes queries, keys and values as one
-    tensor.
+    The bytes are for one micro batch. Two steps move bytes: rotary positions, and the split of one tensor into queries,
+    keys and values, whose gradients are joined in backward (`attention.py: get_query_key_value_tensors`). Both numbers
+    are 0 for a layer without attention. They are also 0 with Transformer Engine if the model has learned positions and
+    as many query groups as heads, because attention then takes queries, keys and values as one tensor.
     """
     shape = spec.shape
     is_rotary = not shape.positions
@@ -273,12 +276,16 @@ def _attention_input_bytes(spec: RunSpec, rate: DeviceRates) -> tuple[int, int]:
 
 
 def context_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Return the memory traffic that context parallelism adds to attention, forward and backward.
+    """Return the bytes that context parallelism adds to the memory traffic of attention, in forward and in backward.
 
-    Ring: K and V are packed, and the first step's result is read and written. Every further step works on half of the
-    queries or half of the keys; three quarters of its result are read, added to and written. Gathered: K and V are
-    put in order as many times as they are gathered. All-to-all: every tensor is reordered before and after it is
-    sent. Both numbers are 0 without context parallelism.
+    Both numbers are for one layer and micro batch. They are 0 without context parallelism. They depend on the
+    algorithm:
+
+    - Ring: K and V are copied into one buffer. The result of the first step is read and written. A further step
+      computes half of the queries or half of the keys. To add its result to the sum, three quarters of a full result
+      are read twice and written once.
+    - All-gather: the gathered K and V are put into order, once in forward and twice in backward.
+    - All-to-all: Q, K, V and the output are reordered before and after they are sent.
     """
     parallelism, shape = spec.parallelism, spec.shape
     ranks = parallelism.context
@@ -296,12 +303,13 @@ def context_bytes(spec: RunSpec) -> tuple[int, int]:
 
 
 def _scan_bytes(spec: RunSpec) -> tuple[int, int]:
-    """Return the traffic of a Mamba-2 mixer without its products, forward and backward; 0 for other layers.
+    """Return the bytes that a Mamba-2 mixer moves outside its matrix products, in forward and in backward.
 
-    It counts the convolution, the states in fp32 between the scan's kernels, what these kernels read and write
-    themselves, and the gated norm. Backward recomputes the first two and moves twice as much. Of the scan's kernels
-    in mamba_ssm (`ssd_combined.py`), forward's two read the inputs, one the gate, and one writes; backward's read
-    inputs, gates and gradients nine times and write three times.
+    Both numbers are 0 for other layers. The bytes are those of the convolution, of the fp32 states between the scan's
+    kernels, of the operands of these kernels, and of the gated norm. Backward recomputes the convolution and the
+    states, and moves twice as much for their gradients. The kernels of the scan are those of mamba_ssm
+    (`ssd_combined.py`). They move a tensor of the mixer's width four times in forward and twelve times in backward. The
+    gated norm moves such a tensor three times in forward and six times in backward.
     """
     mamba, tensor = spec.shape.mamba, spec.parallelism.tensor
     if spec.shape.blocks != MAMBA or mamba is None:
