@@ -20,7 +20,7 @@ from megatron_patches.registry import Patch, Replacement, wrap_original
 
 @wrap_original
 def _compile_if_missing(original: Callable[[], None]) -> None:
-    """Return if the helpers can be imported; else put this interpreter first on PATH and compile them."""
+    """Compile Megatron's data set helpers if they cannot be imported, with this interpreter first on PATH."""
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is not None:
         return
     # The Makefile calls `python3 -m pybind11`, which the environment has, and `python3-config`, which

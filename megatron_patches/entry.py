@@ -10,7 +10,7 @@ from pathlib import Path
 
 @contextmanager
 def freeze_imports() -> Iterator[None]:
-    """Switch the garbage collector off inside, and exclude from it for good what was made inside.
+    """Switch the garbage collector off in the `with` block, and permanently exclude the block's objects from it.
 
     Objects of imported modules live until the process ends, so collecting among them is wasted time: a
     fifth of the processor time of importing Megatron 0.19 (5.0 s with the collector, 4.1 s without).

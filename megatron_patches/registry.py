@@ -71,10 +71,11 @@ def fused_patch(name: str, reason: str, *replacements: Replacement) -> Patch:
 
 
 def wrap_original(call: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Turn a function that takes the original as its first argument into a `Replacement.make`.
+    """Turn `call`, which takes the replaced function as its first argument, into a `Replacement.make`.
 
-    The new value calls `call(original, *args, **kwargs)` and has the original's name and docstring. Used
-    as a decorator of the wrappers in this package.
+    A `Replacement.make` takes the original function and returns the function that replaces it. Here the
+    returned function calls `call(original, *args, **kwargs)`, and has the name and docstring of the original.
+    `wrap_original` is used as a decorator.
     """
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -160,7 +161,7 @@ def _replace(patch: Patch, replacement: Replacement, context: RuntimeContext) ->
 
 
 def modules_with_copy(original: Any, name: str, owner: ModuleType) -> list[ModuleType]:
-    """Return the loaded modules of `owner`'s package that have imported `original` by this name.
+    """Return the loaded modules of `owner`'s package that have imported `original` under the name `name`.
 
     `from module import name` makes a copy of the name, which a change of the module does not reach. Modules of
     torch are not returned, because the patches change only calls from Megatron.

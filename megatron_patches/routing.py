@@ -89,7 +89,7 @@ def record_loss(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Note the loss and call `attach_and_log_load_balancing_loss`; Megatron calls it per kind of loss."""
+    """Note the loss, then call `attach_and_log_load_balancing_loss`, which Megatron calls for each kind of loss."""
     # Each rank of the group has the part of the loss that its own tokens cause.
     group_loss = loss.detach() / coefficient * reduce_group.size()
     _decision.loss = group_loss if _decision.loss is None else _decision.loss + group_loss

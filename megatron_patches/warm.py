@@ -141,7 +141,7 @@ def _serve(listener: socket.socket) -> WarmRank | None:
 def _lead(caller: socket.socket) -> WarmRank:
     """Fork the ranks of a request, wait for them, and send one byte, 0 or 1, to the caller.
 
-    The leader ends in this function. Only the forked ranks return, with what they are.
+    The leader process ends in this function. Only the forked ranks return, each with its own `WarmRank`.
     """
     status = 1
     try:

@@ -31,7 +31,7 @@ class NormMembership:
         return tuple(self._counted)
 
     def note(self, original: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
-        """Record the gradients and call `get_grad_norm_fp32`, which is `original`, with all arguments."""
+        """Record which gradients a norm counts, then call `original` (`get_grad_norm_fp32`) and return its result."""
         all_gradients = [gradients] if isinstance(gradients, torch.Tensor) else gradients
         ranks = tuple(get_process_group_ranks(kwargs.get("grad_stats_parallel_group")))
         meshes = (tensor.device_mesh for tensor in all_gradients if hasattr(tensor, "device_mesh"))
@@ -54,7 +54,7 @@ class NormMembership:
         return original(gradients, *args, **kwargs)
 
     def pieces(self) -> Iterator[tuple[tuple[int, ...], Piece]]:
-        """Yield how often each element is counted: the ranks of the norm, and a piece with the counts.
+        """Yield pairs of the ranks over which a norm is summed, and a piece that says how often each element counts.
 
         Parameters that are not counted are left out. The counts are uint8.
         """

@@ -141,7 +141,9 @@ def _find_by_memory(entries: Iterable[Any], tensor: torch.Tensor) -> Any:
 
 @dataclass(frozen=True)
 class OptimizerPart:
-    """The part of a parameter that this rank's optimizer updates: all of it, or a flat range."""
+    """The part of a parameter that this rank's optimizer updates: the full parameter, or a range of it when
+    flattened.
+    """
 
     start: int | None
     """Index of the range's first element in the flattened parameter; None for the full parameter."""
@@ -245,7 +247,7 @@ def _make_placement(entry: Any, is_partial: bool) -> Placement:
 def _select_tensors(
     states: dict[str, Any], parameter: torch.nn.Parameter
 ) -> dict[str, torch.Tensor]:
-    """Return the states that are tensors, without a master copy (`param`) of the parameter's own type."""
+    """Return the states that are tensors. A master copy (`param`) is left out if it has the parameter's dtype."""
     return {
         name: value
         for name, value in states.items()

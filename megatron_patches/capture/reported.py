@@ -12,10 +12,10 @@ import torch
 
 @contextmanager
 def preserve_reported_losses() -> Iterator[None]:
-    """Put Megatron's sums of auxiliary, z and MTP losses back at the end, as they were at the start.
+    """Restore Megatron's sums of auxiliary, z and MTP losses at the end of the `with` block.
 
-    Every forward pass adds to them, and the log prints their sum at the iteration's end. Passes inside
-    of this context repeat an iteration for the capture, so the log must not print them.
+    Every forward pass adds to these sums, and the log prints them at the end of the iteration. Passes inside
+    the block repeat an iteration for the capture, so their losses must not be printed.
     """
     saved_sums = [(values, values.clone()) for values in _list_sums()]
     yield

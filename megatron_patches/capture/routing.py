@@ -128,10 +128,10 @@ class _Choices:
         return scores.gather(1, replacement), replacement
 
     def _write_choice(self, scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor | None:
-        """Pass scores and choice to the sink, and return the choice that it replaces it by.
+        """Pass a router's scores and choice to the sink, and return the choice that the router must use.
 
-        The result has the shape of `chosen`; None keeps the router's choice, also if the sink's choice
-        is of other tokens or experts.
+        The result has the shape of `chosen`. None keeps the router's own choice; this is also the result if
+        the sink's choice has another number of tokens or experts.
         """
         micro_batch = len(self._replacements)
 

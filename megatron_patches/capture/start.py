@@ -36,7 +36,7 @@ class InitialState:
         """Sum of the update magnitudes so far, by the parameter's id."""
 
     def follow(self, optimizer: Any) -> None:
-        """Add up the magnitude of the last update; this is called before each iteration."""
+        """Add the magnitude of the last update to the sums per parameter. This is called before each iteration."""
         for parameter, part in self._parameters.parts(optimizer):
             key, current = id(parameter), local_tensor(part.main).detach()
             squares = part.states.get("exp_avg_sq")

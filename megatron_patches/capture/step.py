@@ -88,8 +88,9 @@ def _capture_step(
 ) -> Any:
     """Run `train_step`, and capture it if it is the requested iteration.
 
-    Earlier iterations only record update magnitudes, loss scales and routers' choices, and begin with
-    perturbed weights if that is asked for. Later iterations run as usual.
+    In earlier iterations, only update magnitudes, loss scales and the choices of routers are recorded. If the
+    environment variable CAPTURE_DRIFT is set, each earlier iteration begins with perturbed weights. Later
+    iterations run without recording.
     """
     from megatron.training import get_args
 
@@ -229,11 +230,9 @@ class _Watch:
     def _run(
         self, call: Callable[..., Any], forward_step: Any, sink: Sink, has_probes: bool = True
     ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
-        """Run the iteration and pass its tensors to the sink.
-
-        Without probes, activations and their gradients are not captured. Megatron's functions are
-        replaced here, and not with the patches, so that a function that PATCH_FILE= has wrapped is seen
-        with the wrapper.
+        """Run the iteration, and pass its tensors to the sink. Without probes, activations and their
+        gradients are not captured. Megatron's functions are replaced here, and not with the patches, so that
+        a function that PATCH_FILE= has wrapped is seen with the wrapper.
 
         Returns:
             What `call` returns, and the groups of ranks over which gradient norms were summed.
@@ -365,9 +364,9 @@ class _Watch:
             self._write(sink, CaptureStage.LOCAL_GRADIENTS, slot, parameter, parameter.main_grad)
 
     def _write_parts(self) -> None:
-        """Write what the last micro batch added to each gradient, and count the micro batch that begins.
+        """Write the part of each gradient that the last micro batch added, and count the micro batch that begins.
 
-        Nothing is done unless the parts of gradients are captured.
+        If the run does not capture parts of gradients, do nothing.
         """
         if self.num_begun is None:
             return
@@ -433,10 +432,10 @@ class _Watch:
             self._write(sink, CaptureStage.WEIGHTS, BUFFER, buffer, buffer)
 
     def _write_schedule(self) -> None:
-        """Write the scheduler's steps and each parameter's learning rate and weight decay.
+        """Write the scheduler's number of steps, and each parameter's learning rate and weight decay.
 
-        They must be equal on every rank. A resumed run must have the same iterations as a run without an
-        interruption.
+        The verification compares them: they must be equal on every rank, and a resumed run must have the same
+        values as an uninterrupted run.
         """
         steps = TensorKey(CaptureStage.OPTIMIZER_STATE, SCHEDULE, "steps")
         self.recording.write(steps, torch.tensor([self.scheduler.num_steps]))

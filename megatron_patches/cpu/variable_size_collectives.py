@@ -66,9 +66,9 @@ def reduce_scatter_parts(
 def _replace_on_gloo(
     collective: Callable[[torch.Tensor, ProcessGroup, Sequence[int]], torch.Tensor],
 ) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
-    """Return a `Replacement.make` that calls `collective` for gloo groups with given rows.
+    """Return a `Replacement.make` whose function calls `collective` if the group uses gloo and rows are given.
 
-    Without rows, and for other backends, the original is called.
+    Without rows, and for other backends, the function calls the original.
     """
 
     @wrap_original
@@ -100,9 +100,9 @@ def _convert_to_numpy(
 def gather_list(
     parts: Sequence[torch.Tensor], local_part: torch.Tensor, group: ProcessGroup
 ) -> None:
-    """Fill `parts`, one per rank, by broadcasts; they may differ in shape.
+    """Fill `parts`, which has one tensor per rank, by one broadcast per rank. The tensors may differ in shape.
 
-    It replaces `torch.distributed.all_gather`. `local_part` is what this rank sends.
+    This function replaces `torch.distributed.all_gather`. `local_part` is the tensor that this rank sends.
     """
     for rank, part in enumerate(parts):
         tensor = local_part if rank == group.rank() else part

@@ -40,9 +40,9 @@ class CompiledLayerNorm(torch.nn.LayerNorm):
 
 
 def make_compiled_norm(norm: torch.nn.Module) -> torch.nn.Module:
-    """Return the module itself, as a CompiledLayerNorm if it is a LayerNorm that can be one.
+    """Change the class of a LayerNorm to CompiledLayerNorm in place, and return the same module.
 
-    A LayerNorm over several dimensions, one without bias and every other norm stay as they are.
+    A LayerNorm over several dimensions, a LayerNorm without bias, and any other norm are returned unchanged.
     """
     has_bias = type(norm) is torch.nn.LayerNorm and norm.bias is not None
     if has_bias and len(norm.normalized_shape) == 1:  # type: ignore[arg-type]

@@ -33,7 +33,10 @@ def count_steps_by_group(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _lend_counts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Give each parameter with a state its group's step count, before a step."""
+    """Store the step count of the group in the state of each of its parameters, before a step of the optimizer.
+
+    Parameters without a state are left out.
+    """
     for group in optimizer.param_groups:
         # A parameter with an empty state gets no count: torch would then not initialise its moments.
         parameters = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]

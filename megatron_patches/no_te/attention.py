@@ -92,7 +92,7 @@ def is_plain(attention: Any) -> bool:
 
 
 def _is_causal(attention: Any) -> bool:
-    """Return True if attention is causal, without a window and a softmax offset; documents may end it."""
+    """Return True if attention is causal and has neither a window nor a softmax offset."""
     from megatron.core.transformer.enums import AttnMaskType
 
     return (
@@ -131,7 +131,7 @@ def _initialise(
     v_channels: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Initialise the attention without its refusals of context parallelism and multi-latent attention."""
+    """Initialise the attention, so that it does not refuse context parallelism and multi-latent attention."""
     config_without_cp = copy.copy(config)
     config_without_cp.context_parallel_size = 1
     original(self, config_without_cp, *args, **kwargs)

@@ -73,8 +73,8 @@ def test_epochs_equal_megatrons_gpt_data_set(prefix):
     stub = SimpleNamespace(config=SimpleNamespace(sequence_length=3, add_extra_token_to_sequence=1))
     for samples in (1, 3, 4, 7, 20):
         stub.num_samples = samples
-        theirs = GPTDataset._get_num_epochs(stub, 10)
-        assert count_draws(open_dataset(prefix), "1", 3, samples)[0].epochs == theirs
+        megatron_epochs = GPTDataset._get_num_epochs(stub, 10)
+        assert count_draws(open_dataset(prefix), "1", 3, samples)[0].epochs == megatron_epochs
 
 
 def test_stats_command_prints_bars_and_warns_of_empty_parts(tool, prefix, capsys):

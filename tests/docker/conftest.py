@@ -46,16 +46,20 @@ class Built:
 
 def checkout(folder: Path) -> str:
     """The wheel's Megatron as a repository with an entry; its commit."""
-    found = importlib.util.find_spec("megatron")  # A namespace: nothing is imported.
-    assert found is not None
-    (wheel,) = found.submodule_search_locations or ()
+    specification = importlib.util.find_spec("megatron")  # A namespace: nothing is imported.
+    assert specification is not None
+    (wheel,) = specification.submodule_search_locations or ()
     shutil.copytree(wheel, folder / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "examples/gpt3/pretrain_gpt.py", folder)
     # The helpers are the wheel's, compiled.
     (folder / "megatron/core/datasets/Makefile").write_text("all:\n\t@:\n")
     identity = ("-c", "user.name=kit", "-c", "user.email=kit@example.org")
-    for words in (("init", "-q"), ("add", "-A", "-f"), (*identity, "commit", "-qm", "the wheel")):
-        subprocess.run(("git", *words), cwd=folder, check=True)
+    for git_arguments in (
+        ("init", "-q"),
+        ("add", "-A", "-f"),
+        (*identity, "commit", "-qm", "the wheel"),
+    ):
+        subprocess.run(("git", *git_arguments), cwd=folder, check=True)
     allow = ("config", "uploadpack.allowAnySHA1InWant", "true")
     subprocess.run(("git", *allow), cwd=folder, check=True)
     asked = ("git", "rev-parse", "HEAD")
@@ -66,17 +70,20 @@ def checkout(folder: Path) -> str:
 
 def inside(victim: Victim) -> dict[str, psutil.Process]:
     """Its container's processes that live, as `Victim.processes` calls them."""
-    found: dict[str, psutil.Process] = {}
+    processes_by_name: dict[str, psutil.Process] = {}
     for process in psutil.process_iter(["cmdline", "name", "environ", "status"]):
-        words = process.info["cmdline"] or []
+        command_line = process.info["cmdline"] or []
         if process.info["name"].startswith("docker") or process.info["status"] == "zombie":
             continue
-        if "parakit.launch.supervise.supervisor" in words:  # It has its container's words.
+        if "parakit.launch.supervise.supervisor" in command_line:  # It has its container's words.
             continue
-        if any(victim.folder.name in word for word in words) and "megatron_patches" in words:
+        if (
+            any(victim.folder.name in word for word in command_line)
+            and "megatron_patches" in command_line
+        ):
             rank = (process.info["environ"] or {}).get("RANK")
-            found.setdefault("torchrun" if rank is None else f"rank {rank}", process)
-    return found
+            processes_by_name.setdefault("torchrun" if rank is None else f"rank {rank}", process)
+    return processes_by_name
 
 
 @pytest.fixture(scope="module")

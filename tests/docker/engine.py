@@ -60,11 +60,15 @@ class Engine:
         """As `DOCKER_HOST` names it."""
         return f"unix://{self.folder}/sock"
 
-    def docker(self, *words: str, check: bool = True) -> str:
+    def docker(self, *docker_arguments: str, check: bool = True) -> str:
         """What the client prints."""
         environment = {**os.environ, "DOCKER_HOST": self.address, "DOCKER_BUILDKIT": "0"}
         answer = subprocess.run(
-            ("docker", *words), env=environment, capture_output=True, text=True, check=False
+            ("docker", *docker_arguments),
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert not check or answer.returncode == 0, answer.stderr + answer.stdout
         return answer.stdout.strip()
@@ -101,7 +105,7 @@ def start(folder: Path, *shown: Path) -> Engine:
     packages = Path(sysconfig.get_path("purelib")).resolve()
     programs = Path(sys.executable).parent.resolve()  # uv is one of them.
     seen = dict.fromkeys(map(str, (Path("/usr"), Path(sys.base_prefix), programs, *shown)))
-    mounts = {each: each for each in seen if not each.startswith("/usr/")}
+    mounts = {path: path for path in seen if not path.startswith("/usr/")}
     mounts[_own_packages()] = str(packages)
     runc = shutil.which("runc")
     runtime = RUNTIME.format(python=sys.executable, mounts=mounts, runc=runc)
@@ -142,9 +146,9 @@ def start(folder: Path, *shown: Path) -> Engine:
 
 def stop(engine: Engine) -> None:
     """End it with its containers."""
-    left = engine.docker("ps", "--quiet", check=False).split()
-    if left:
-        engine.docker("rm", "--force", *left, check=False)
+    containers = engine.docker("ps", "--quiet", check=False).split()
+    if containers:
+        engine.docker("rm", "--force", *containers, check=False)
     engine.process.terminate()
     engine.process.wait(PATIENCE)
     for process in psutil.process_iter(
@@ -179,8 +183,8 @@ def _import_base(engine: Engine) -> None:
         f"ENV PATH={python}:/usr/local/bin:/usr/bin:/bin:{programs}",
         "ENV PIP_CONSTRAINT=/etc/pip/constraint.txt",
     )
-    words = [word for change in changes for word in ("--change", change)]
-    engine.docker("import", *words, str(archive), BASE)
+    change_arguments = [word for change in changes for word in ("--change", change)]
+    engine.docker("import", *change_arguments, str(archive), BASE)
     archive.unlink()
 
 

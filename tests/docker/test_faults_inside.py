@@ -198,22 +198,22 @@ def test_another_user_trains_as_oneself_and_is_refused_what_is_not_allowed(
 ) -> None:
     """A number without a name in the image; no right to the socket; a folder that is others'."""
     # pytest's own folder lets nobody else through.
-    place = Path(tempfile.mkdtemp())
-    place.chmod(0o755)
-    request.addfinalizer(lambda: shutil.rmtree(place))
-    home, runs = place / "home", place / "runs"
+    user_folder = Path(tempfile.mkdtemp())
+    user_folder.chmod(0o755)
+    request.addfinalizer(lambda: shutil.rmtree(user_folder))
+    home, runs = user_folder / "home", user_folder / "runs"
     for folder in (home, runs):
         folder.mkdir()
         os.chown(folder, SOMEBODY, SOMEBODY)
     kit = Kit(tmp_path, Path(built.kit.environment["DATA"]), tmp_path / "start")
     kit.environment = {**built.kit.environment, "RUNS": str(runs), "HOME": str(home)}
     kit.program = (*AS_SOMEBODY, *built.kit.program)
-    said = refused(kit, kit.environment)
-    assert "permission denied" in said
-    assert "RUNTIME=host" in said
+    refusal = refused(kit, kit.environment)
+    assert "permission denied" in refusal
+    assert "RUNTIME=host" in refusal
     Path(built.engine.address.removeprefix("unix://")).chmod(0o666)
-    others = {**kit.environment, "RUNS": str(tmp_path / "disturbed")}
-    assert "Traceback" not in refused(kit, others)
+    foreign_environment = {**kit.environment, "RUNS": str(tmp_path / "disturbed")}
+    assert "Traceback" not in refused(kit, foreign_environment)
     victim = kit.start("dp2", arguments=TARGET, SAVE_EVERY="", ITERS="2", RUNS=str(runs))
     ended = built.end(victim)
     assert ended.exit_code == 0, ended.output

@@ -147,7 +147,9 @@ class TestDockerfile:
         for name in " ".join(copied).split():
             file = ROOT / name
             assert file.is_file()
-            assert any(file.match(each.removeprefix("!")) for each in sent if each[0] == "!")
+            assert any(
+                file.match(pattern.removeprefix("!")) for pattern in sent if pattern[0] == "!"
+            )
             assert not name.endswith(".sh") or file.stat().st_mode & 0o111
 
 
@@ -164,7 +166,8 @@ class TestRequirements:
 
     def test_the_lock_has_all_of_them(self) -> None:
         locked = {
-            each.partition("==")[0] for each in packages_of((ROOT / "requirements.txt").read_text())
+            requirement.partition("==")[0]
+            for requirement in packages_of((ROOT / "requirements.txt").read_text())
         }
         assert {name.lower() for name in requirements(RECIPE / "requirements.in")} <= locked
 

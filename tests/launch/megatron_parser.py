@@ -60,12 +60,12 @@ class MegatronParser:
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
-        said = deque[str](maxlen=40)
+        last_lines = deque[str](maxlen=40)
         for line in self._process.stdout:
             if line.startswith("ANSWER "):
                 return json.loads(line.removeprefix("ANSWER "))
-            said.append(line)
-        raise AssertionError("".join(said))
+            last_lines.append(line)
+        raise AssertionError("".join(last_lines))
 
 
 def main(checkout: str) -> None:

@@ -133,7 +133,7 @@ class CommunicationLog:
         self.drop_calls()
 
     def _add_iteration(self) -> _IterationSums:
-        """Add the bytes of the iteration's calls to the sums of iterations with the same calls, and return these sums."""
+        """Add the bytes of the iteration's calls to the sums of iterations with equal calls, and return the sums."""
         counts = Counter(observed.call.kind for observed in self.observed_calls)
         calls = frozenset(counts.items())
         sums = self._sums_by_calls.setdefault(calls, _IterationSums())

@@ -259,15 +259,17 @@ def format_scaling_table(predictions: Sequence[PredictedMethod]) -> str:
             for prediction in predictions
             if prediction.method == method and prediction.seconds
         ]
-        most = max(node_counts, default=2)
+        most_nodes = max(node_counts, default=2)
         efficiencies = {
-            name: scaling_efficiency(method, link, most, predictions)
+            name: scaling_efficiency(method, link, most_nodes, predictions)
             for link, name in SETTINGS.links.items()
         }
         known = {name: value for name, value in efficiencies.items() if value is not None}
-        if most > 2 and known:
+        if most_nodes > 2 and known:
             verdict = f"“{claim}”: {_judge_efficiencies(known, method == 'Baseline')}"
-            rows.append([f"{method}, {most} nodes", *map(percent, efficiencies.values()), verdict])
+            rows.append(
+                [f"{method}, {most_nodes} nodes", *map(percent, efficiencies.values()), verdict]
+            )
     header = ["Work of a device, over that on two", *SETTINGS.links.values(), "The report"]
     return markdown_rows(header, rows)
 

@@ -198,7 +198,9 @@ def count_parameters(model: nn.Module) -> int:
 
 
 class DeepSpeedEngine:
-    """Engine in which DeepSpeed accumulates, communicates and clips gradients and updates weights, by its ZeRO stage."""
+    """Engine in which DeepSpeed accumulates, communicates and clips gradients, and updates weights by its
+    ZeRO stage.
+    """
 
     def __init__(self, model: GPT, settings: Settings, ranks: RankLayout) -> None:
         """Let DeepSpeed wrap an AdamW and the model, which must already have its weights."""

@@ -56,13 +56,17 @@ def test_a_log_that_grows_is_no_hang_and_one_that_stalls_is(tmp_path: Path) -> N
 @contextmanager
 def started(code: str, folder: Path) -> Iterator[psutil.Popen]:
     """A rank, from a file: Triton reads the source of what it compiles."""
-    own = {"KIT_STACKS": str(folder), "RANK": "3", "TRITON_CACHE_DIR": str(folder / "triton")}
+    own_variables = {
+        "KIT_STACKS": str(folder),
+        "RANK": "3",
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+    }
     program = folder / "program.py"
     program.write_text(code)
     process = psutil.Popen(
         (sys.executable, str(program)),
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **own},
+        env={**os.environ, "PYTHONPATH": str(ROOT), **own_variables},
         stdout=subprocess.PIPE,
         text=True,
     )

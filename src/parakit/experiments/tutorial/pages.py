@@ -86,9 +86,9 @@ def heading_of_claim(key: str) -> str:
 
     The anchor of the heading is the key, because anchors have neither capitals nor question marks.
     """
-    words = [_SPELLINGS.get(word, word) for word in key.split("-")]
-    heading = " ".join((words[0][0].upper() + words[0][1:], *words[1:]))
-    return f"{heading}?" if words[0] in _QUESTION_WORDS else heading
+    heading_words = [_SPELLINGS.get(word, word) for word in key.split("-")]
+    heading = " ".join((heading_words[0][0].upper() + heading_words[0][1:], *heading_words[1:]))
+    return f"{heading}?" if heading_words[0] in _QUESTION_WORDS else heading
 
 
 def render_overview() -> str:

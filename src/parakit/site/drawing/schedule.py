@@ -69,9 +69,9 @@ def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
 def _simulate_drawn_part(spec: RunSpec) -> SimulatedSchedule:
     """Return the simulated schedule of the first micro batches, as many as the drawing has room for."""
     split = spec.parallelism
-    most = max(split.pipeline, _MOST_PASSES // split.virtual_stages)
+    most_micro_batches = max(split.pipeline, _MOST_PASSES // split.virtual_stages)
     # Interleaved schedules need a multiple of the number of stages.
-    drawn = min(spec.microbatches, most - most % split.pipeline)
+    drawn = min(spec.microbatches, most_micro_batches - most_micro_batches % split.pipeline)
     return simulate_schedule(
         split.executed_schedule, split.pipeline, drawn, virtual=split.virtual_stages
     )
