@@ -44,7 +44,7 @@ EXIT_SIGNAL_HANDLER = "--exit-signal-handler"
 def runtime_flags(
     device: DeviceKind, parallelism: Parallelism, runtime: Runtime, options: Options, model: Model
 ) -> tuple[str, ...]:
-    """Return the flags that a device needs; empty for most models if NVIDIA's image has every library.
+    """Return the flags that a device and a runtime need; empty for most models in NVIDIA's image.
 
     Flags that would disable the patches of `FUSED=` are left out.
     """

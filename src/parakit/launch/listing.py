@@ -94,7 +94,7 @@ def print_list(console: Console) -> None:
 
 
 def _describe_vocabulary_sizes(models: Sequence[Model]) -> str:
-    """Return a sentence with the sizes that models of another vocabulary have on the kit's data sets."""
+    """Return a sentence with the model sizes on the kit's data sets, for models with another vocabulary."""
     other_models = [model for model in models if model.shape.vocabulary != GPT2_VOCABULARY]
     trained_models = (replace_vocabulary(model, GPT2_VOCABULARY) for model in other_models)
     sizes = (f"{model.name} {count(total_parameters(model.shape))}" for model in trained_models)

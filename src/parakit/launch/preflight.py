@@ -303,7 +303,10 @@ def _cpu_memory_problems(launch: Launch) -> Iterator[str]:
 
 
 def _checkpoint_problems(launch: Launch) -> Iterator[str]:
-    """Yield a sentence per checkpoint to start from, shared or named in EXTRA=, that holds another model."""
+    """Yield a sentence for each checkpoint to start from that holds another model.
+
+    The shared initial checkpoint and a checkpoint named in EXTRA= are checked.
+    """
     named_folder = Flags(launch.flags).text("--load")
     folders = {launch.initial_checkpoint, ROOT / named_folder if named_folder else None}
     for folder in sorted(folder for folder in folders if folder is not None):
@@ -313,7 +316,7 @@ def _checkpoint_problems(launch: Launch) -> Iterator[str]:
 
 
 def _wandb_problems(launch: Launch) -> Iterator[str]:
-    """Yield a sentence per package that W&B logging needs and that is not installed."""
+    """Yield a sentence for each missing package that logging to W&B needs."""
     if "--wandb-project" not in launch.flags or launch.runtime.container is not None:
         return
     # Without the package tensorboard, Megatron passes no training metric to W&B and only logs a warning.

@@ -119,7 +119,7 @@ def _judge_fit(launch: Launch, batch: Batch, room: int) -> Fit:
 
 
 def runtime_problems(launch: Launch) -> Iterator[str]:
-    """Yield a sentence if the container, or the checkout's need of nvcc, keeps the runtime from starting."""
+    """Yield a sentence for each reason why the runtime cannot start: a container problem, or a missing nvcc."""
     pair = launch.runtime.pair
     if pair is not None:
         uses_gpus = launch.spec.device is DeviceKind.GPU

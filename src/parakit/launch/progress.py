@@ -26,7 +26,7 @@ QUIET_SECONDS = 10.0
 
 
 class LogFollower:
-    """A reader of a growing log, which returns what was added since its last call."""
+    """Reader of a growing log. Each call returns the iterations that were added since the last call."""
 
     def __init__(self, path: Path, begin_bytes: int = 0) -> None:
         self._file: BinaryIO = path.open("rb")

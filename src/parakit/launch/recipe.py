@@ -195,7 +195,10 @@ def _render_entry_script(source: RecipeRun, origin: str, path: str) -> str:
 
 
 def _check_entry_script(entry: str, recipe: str, spec: RunSpec) -> str:
-    """Return a sentence on what nemo-run would start; raise if it refuses the script."""
+    """Return a sentence on what nemo-run would start; raise if nemo-run refuses the script.
+
+    The script is checked only if Megatron-Bridge is installed.
+    """
     if not is_bridge_installed():
         return "the entry script that trains the recipe with nemo-run."
     ranks = spec.parallelism.world_size

@@ -210,9 +210,10 @@ def _restore_runtime(record: RunRecord, options: Options) -> Options:
 
 
 def _select_recorded_flags(record: RunRecord, parallelism: Parallelism) -> tuple[str, ...]:
-    """Return the recorded arguments for a resume, without the flags of one attempt and of the batch sizes.
+    """Return the recorded arguments for a resume, without flags of a single attempt and without batch sizes.
 
-    If the parallelism changes, its flags are left out too.
+    If the parallelism changes, the flags of the recorded parallelism are removed too, and the padding of the
+    vocabulary is kept.
     """
     dropped = PER_ATTEMPT_FLAGS | {"--micro-batch-size", "--global-batch-size"}
     if parallelism == record.spec.parallelism:

@@ -298,7 +298,7 @@ def _write_first_status(folder: Path, record: records.RunRecord) -> None:
 
 @contextmanager
 def _name_refused_path(folder: Path) -> Iterator[None]:
-    """Turn an OSError in the `with` block into a LaunchError that names the file and the way out."""
+    """Turn an OSError in the `with` block into a LaunchError that names the file and what to do."""
     try:
         yield
     except OSError as error:

@@ -63,7 +63,10 @@ def read_address_limit() -> int | None:
 
 
 class DiskWatch(BackgroundThread):
-    """A thread that notes what was used up on a disk during a `with` block, where it may be free again at the end."""
+    """A thread that notes whether a disk ran out of space or inodes during a `with` block.
+
+    At the end of the block they may be free again.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
