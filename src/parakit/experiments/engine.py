@@ -201,7 +201,7 @@ def _print_dry_run(experiment: Experiment, output: Output, planned: PlannedCells
     The reasons of a refusal are printed first, on stderr, because the commands have many lines.
 
     Raises:
-        LaunchError: No cell of an experiment that skips illegal cells can work here.
+        LaunchError: The experiment skips illegal cells, and no cell can be trained here.
     """
     exit_code = 0
     if experiment.file.skips_illegal:
@@ -217,7 +217,9 @@ def _print_dry_run(experiment: Experiment, output: Output, planned: PlannedCells
 
 
 def _compose_cells(experiment: Experiment, console: Console) -> PlannedCells:
-    """Compose the launch of every cell, and make missing sample data.
+    """Return the launch of every cell, and make sample data sets that are missing (not in a dry run).
+
+    Cells that cannot be composed are listed as skipped, with the reason, if the experiment skips such cells.
 
     Raises:
         LaunchError: A cell cannot be composed, and the experiment does not skip such cells.
@@ -265,8 +267,8 @@ def _check_cells(planned: PlannedCells, experiment: Experiment) -> PlannedCells:
 def _merge_problems(problems: Iterable[ValueError], instead: str) -> str:
     """Return one line per distinct problem, and a last line that names a target to run instead.
 
-    Two problems count as equal if their texts up to the first semicolon are equal, apart from a number of GPUs
-    at the beginning. The texts after the semicolon may name different targets to run instead.
+    Problems are the same if their texts up to the first semicolon are equal, apart from a number of GPUs at the
+    beginning.
     """
     lines: dict[str, str] = {}
     for line in "\n".join(map(str, problems)).splitlines():
@@ -275,7 +277,7 @@ def _merge_problems(problems: Iterable[ValueError], instead: str) -> str:
 
 
 def describe_skipped(skipped: Mapping[Cell, str]) -> list[str]:
-    """Return a sentence per rule that cells break, with the number and the names of these cells."""
+    """Return a sentence per rule that cells break. It has the number and the names of these cells."""
     names_by_rule: dict[str, list[str]] = {}
     for cell, rule in skipped.items():
         names_by_rule.setdefault(rule, []).append(cell.name)
@@ -288,7 +290,7 @@ def describe_skipped(skipped: Mapping[Cell, str]) -> list[str]:
 def _make_launches(
     make: Callable[[Cell], Launch], cells: Iterable[Cell]
 ) -> tuple[dict[Cell, Launch], dict[Cell, ValueError]]:
-    """Return the launches that `make` gives by cell, and the errors of the cells for which it raised one."""
+    """Return the launches that `make` returns, by cell, and the errors that it raises for other cells."""
     launches: dict[Cell, Launch] = {}
     problems: dict[Cell, ValueError] = {}
     for cell in cells:

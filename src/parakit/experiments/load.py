@@ -229,8 +229,8 @@ class _Loader:
     def _make_cell(self, entry: _CellEntry, seed: int) -> Cell:
         """Return the cell of an entry, with `seed` added to its seed.
 
-        Options of the entry and its base count most, then those that all cells share. The job is the file's
-        trained job, or else the entry's own.
+        Options of the entry and its base replace those that all cells share. The job is the file's trained job, or
+        else the entry's own.
         """
         file, job = self.file, self.trained
         if job is None:
@@ -262,9 +262,10 @@ class _Loader:
         return Job(entry.strategy, model, devices, device)
 
     def _merge_base(self, entry: _CellEntry) -> dict[str, Any]:
-        """Return the fields of `Options` that an entry and its base set; the entry's values count.
+        """Return the fields of `Options` that an entry and its base set. The entry's values replace those of the base.
 
-        FUSED= of both is joined, without the entry's `without`; EXTRA= of the entry follows that of the base.
+        FUSED= is the union of both, without the patch in the entry's `without`. EXTRA= is that of the base followed
+        by that of the entry.
 
         Raises:
             LaunchError: The file has no such base.
@@ -290,10 +291,10 @@ class _Loader:
         return DeviceKind.GPU if len(visible_gpus()) >= file.devices else DeviceKind.CPU
 
     def _merge_shared_options(self, model: Model, device: DeviceKind) -> Options:
-        """Return the options of all cells with this model and kind of devices.
+        """Return the options that all cells with this model and kind of devices share.
 
-        Variables that the file fixes come first, then the caller's variables, then the file's defaults.
-        Defaults of the model precede defaults of the device, of all cells and of the batch.
+        Variables that the file fixes replace the caller's variables, and these replace the file's defaults. Of the
+        defaults, those of the model have priority, then those of the device, of all cells, and of the batch.
         """
         file, unset = self.file, Options()
         default_fields: dict[str, Any] = {}

@@ -196,10 +196,10 @@ class Runner:
 
 
 def order_repeats(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
-    """Return all repeats of all cells in the order of training, each as the number of the repeat, from 1, and the cell.
+    """Return all repeats of all cells in the order of training, as pairs of the repeat's number (from 1) and the cell.
 
-    Each cell is trained once before any cell is trained again, so that a slow drift of the machine affects all cells.
-    Cells with more repeats come first, because only they show how much repeated times differ.
+    Cells with most repeats come first, with all of their repeats. Among cells with equally many repeats, each is
+    trained once before any is trained again, so that a slow drift of the machine affects all of them.
     """
     return [
         (repeat, cell)

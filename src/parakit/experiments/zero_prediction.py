@@ -162,9 +162,10 @@ def _time_method(options: PlanOptions, layout: str, nodes: int, link: str) -> Ti
 
 
 def judge_column(predictions: Sequence[PredictedMethod]) -> tuple[str, str]:
-    """Return the fastest method of a column, or *within noise* with its rivals, and the method to use.
+    """Return two texts on a column: the fastest method, and the method to use.
 
-    Methods within the planner's error of the fastest are its rivals; the one with the least memory is to be used.
+    If other methods are within the planner's error of the fastest, the first text is *within noise* with their
+    names. The method to use is the one with the least memory among them.
     """
     timed = [
         (prediction.seconds, prediction)
@@ -199,7 +200,10 @@ def format_links_table(predictions: Sequence[PredictedMethod]) -> str:
 
 
 def _format_nodes_table(link: str, predictions: Sequence[PredictedMethod]) -> str:
-    """Return a Markdown table of the scaling efficiency on each number of nodes over one link."""
+    """Return a Markdown table of scaling efficiency over one link: a row per method, a column per number of nodes.
+
+    Last rows name the fastest method of each column and the method to use.
+    """
     rows = []
     for method in SETTINGS.methods:
         efficiencies = (
@@ -232,7 +236,7 @@ def _make_verdict_rows(
 def scaling_efficiency(
     method: str, link: str, nodes: int, predictions: Sequence[PredictedMethod]
 ) -> float | None:
-    """Return the work per second and device over that on two nodes; None if the method is not predicted."""
+    """Return the work per second and device, divided by that on two nodes; None if one of the two is not predicted."""
     seconds = {
         (prediction.method, prediction.link, prediction.nodes): prediction.seconds
         for prediction in predictions
@@ -271,9 +275,9 @@ def format_scaling_table(predictions: Sequence[PredictedMethod]) -> str:
 
 
 def _judge_efficiencies(efficiencies: Mapping[str, float], is_said_to_scale: bool) -> str:
-    """Return whether scaling efficiencies confirm a claim, by verdict with the links that give it.
+    """Return a text with the verdicts on a claim, each with the links that give this verdict.
 
-    An efficiency within the planner's error of a limit judges nothing.
+    An efficiency that is within the planner's error of a limit gives no decision.
 
     Args:
         efficiencies: Scaling efficiency by the link's name.

@@ -272,10 +272,10 @@ def _fit_rates_to_formulas(
 
 
 def _comparison_table(measured: Calibration, device: Device) -> Table[str]:
-    """Return a table of the measured constants beside the shipped ones.
+    """Return a table with a row per measured constant: its shipped value and its measured value.
 
-    A row per constant: fractions of the datasheet's rates, and times in microseconds. Constants that were
-    not measured are left out.
+    Rates are fractions of the datasheet's rates, and times are in microseconds. Constants that were not measured
+    are left out.
     """
     shipped = asdict(load_constants(device.generation)) | {"link_latency_seconds": None}
     values = {name: getattr(measured, name) for name in (*CONSTANT_NAMES, "link_latency_seconds")}

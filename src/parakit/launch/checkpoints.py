@@ -205,9 +205,9 @@ def resume_if_saved(launch: Launch, folder: Path) -> Launch:
 
 
 def last_valid_iteration(run: Path) -> int | None:
-    """Return the newest iteration that gave a loss, if the run's last attempt ended in NaN; else None.
+    """Return the newest iteration with a valid loss, if the last attempt of a run ended in NaN; otherwise None.
 
-    A checkpoint of that iteration or a later one has not given a loss yet.
+    Checkpoints of this iteration or later ones have not given a valid loss yet.
     """
     if not (run / records.STATUS_FILE).is_file():
         return None

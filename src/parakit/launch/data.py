@@ -110,10 +110,10 @@ def remove_stale_sample_indices(runs: Path) -> None:
 
 
 def choose_data(options: Options, device: DeviceKind) -> tuple[str, tuple[str, ...]]:
-    """Return the data sets of a run as DATA= names them, and EXTRA= without the flags that name data sets.
+    """Return the data sets of a run in the form of DATA=, and EXTRA= without the flags that name data sets.
 
-    `--data-path` in EXTRA= counts instead of DATA=, and so does the file of `--data-args-path`, whose data sets
-    become values of `--data-path`, so that the run records what the file said.
+    `--data-path` in EXTRA= replaces DATA=. The data sets in the file of `--data-args-path` do so too, so that the
+    run records the content of the file.
 
     Raises:
         LaunchError: The file cannot be read, weights do not fit, or a flag names data sets per split.
@@ -137,7 +137,7 @@ def choose_data(options: Options, device: DeviceKind) -> tuple[str, tuple[str, .
 
 
 def _read_data_file(name: str) -> list[str]:
-    """Return the words in the file of `--data-args-path`, weights and prefixes, as Megatron reads them.
+    """Return the words in the file of `--data-args-path`: weights and prefixes, in the file's order.
 
     Raises:
         LaunchError: The file cannot be read, or it is empty.
@@ -179,9 +179,10 @@ def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tupl
 
 
 def make_sample(prefix: str, console: Console) -> bool:
-    """Make a data set if it is one of the kit's samples and is not there; return True if it was not there.
+    """Make a data set if it is one of the kit's samples and is missing; return True if it was missing.
 
-    Of a blend, every such data set is made. Another launcher that is making the same data set is waited for.
+    For a blend, every missing sample in it is made. If another launcher is making the same data set, this call
+    waits.
 
     Raises:
         LaunchError: The data set could not be made.

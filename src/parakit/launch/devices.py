@@ -203,7 +203,7 @@ def _find_gpu(entry: str) -> Gpu | None:
 
 
 def _describe_link(first: int, second: int, gpu: Gpu, peer: Gpu) -> DeviceLink:
-    """Return the link between two GPUs, of which a lost one has a link without properties."""
+    """Return the link between two GPUs. If one of the GPUs is lost, the link has no properties."""
     try:
         handle, peer_handle = gpu.handle, peer.handle
     except pynvml.NVMLError:

@@ -273,7 +273,10 @@ class DeviceSampler(BackgroundThread):
 def _make_device_sampler(
     launch: Launch, ranks: RankProcesses
 ) -> Callable[[], Iterator[tuple[int, DeviceSample]]]:
-    """Return a function that samples the device of every rank on this machine, and yields rank and sample."""
+    """Return a function that samples the device of each rank on this machine.
+
+    Each call of the function yields pairs of a rank and its sample.
+    """
     if launch.spec.device is not DeviceKind.GPU:
         return make_cpu_sampler(ranks.find_by_rank)
     nodes, num_local_ranks = launch.nodes, launch.local_devices

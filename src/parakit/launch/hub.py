@@ -48,7 +48,7 @@ def import_hf(hf: str, name: str | None, console: Console) -> int:
 
 @dataclass(frozen=True)
 class _ExportSource:
-    """The weights to export, and the model that they belong to."""
+    """The weights to export, with the flags and the shape of their model."""
 
     checkpoint: Path
     """Folder `iter_…` in Megatron's distributed format."""

@@ -160,7 +160,7 @@ def _fits_in_memory(
 def _models_table(
     models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]
 ) -> Table[Model]:
-    """Return the table of models with their shape, and the strategies that this machine can run."""
+    """Return a table of models: their shape, and the strategies that this machine's CPU ranks and GPUs can run."""
 
     def fitting(name: str, list_strategies: Callable[[Model], Sequence[str]]) -> Column[Model]:
         return Column(

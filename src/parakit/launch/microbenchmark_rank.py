@@ -329,7 +329,10 @@ def _measure_rate(
 
 
 def _measure_latency(device: str, bytes_per_second: float | None) -> float:
-    """Return the seconds that an all-reduce of a layer's size takes beyond its bytes at the rate of large ones."""
+    """Return the seconds that a small all-reduce takes in addition to the transfer of its bytes.
+
+    `bytes_per_second` is the measured rate; with None the latency includes the transfer.
+    """
     small = torch.zeros(SMALL_BYTES // 4, device=device)
     sent_bytes = wire_bytes(Operation.ALL_REDUCE, SMALL_BYTES, dist.get_world_size())
     transfer_seconds = sent_bytes / bytes_per_second if bytes_per_second else 0.0
@@ -359,9 +362,10 @@ def added_seconds(with_wait: list[float], without_wait: list[float]) -> float:
 
 
 def _measure_jitter(workload: Workload, device: str) -> dict[str, float]:
-    """Return how much the times of ranks differ on the same work if each has its own core; empty for one rank.
+    """Return as `jitter` how much ranks differ in the time for equal work; empty if fewer than two take part.
 
-    Each piece of work is about as long as the work between two calls in training. Nothing aligns the pieces.
+    Each piece of work is about as long as the work between two calls in training. No ranks wait for each other
+    between pieces. At most as many ranks as cores take part.
     """
     times: list[float] = []
     dist.barrier()

@@ -197,9 +197,10 @@ def format_variables(options: Options) -> dict[str, str]:
 
 
 def _collect_values_of_groups(options: Options) -> dict[Setting, object]:
-    """Return the values of variables that are no plain field of the options; None or empty for the default.
+    """Return the values of make variables that have no field of their own in `Options`.
 
-    They are the variables of saving, W&B and several nodes, and those whose value is stored in another form.
+    They are the variables of saving, W&B and several nodes, and variables whose value is stored in another form.
+    A variable that has its default is missing from the result, or its value is None or empty.
     """
     saving, wandb, nodes = options.saving, options.wandb, options.nodes
     bits = options.link_bits_per_second

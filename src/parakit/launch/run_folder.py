@@ -188,7 +188,7 @@ def build_run_record(launch: Launch, folder: Path) -> records.RunRecord:
 
 
 def _identify_dataset(launch: Launch) -> records.DatasetIdentity:
-    """Return the data set's path and the hash of its present tokens; of a blend those of every data set too."""
+    """Return the data set's path and the hash of its content. A blend has the path and hash of each data set too."""
     hashes = [open_dataset(path).content_sha256 for path in launch.data_paths]
     if len(hashes) == 1:
         return records.DatasetIdentity(launch.data, hashes[0])
@@ -322,7 +322,7 @@ def _make_folder(launch: Launch, runs: Path) -> Path:
 
 
 def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | None]:
-    """Return the versions of the installed software, and the image that it is in; the image is None on the host."""
+    """Return the versions of the software that trains, and the image that contains it; None outside of images."""
     container = launch.runtime.container
     if container is None:
         return installed_versions(), image_tag()

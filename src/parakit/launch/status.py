@@ -211,7 +211,10 @@ def _read_newest_memory(folder: Path) -> tuple[float, ...]:
 def _settle_status(
     folder: Path, job: records.JobRecord, state: JobState | None, status: StatusRecord
 ) -> StatusRecord:
-    """Return a job's status, from Slurm if the launcher left none or was only asked to stop; write it if it changed."""
+    """Return the status of a Slurm job, corrected by Slurm's answer, and write it to the run folder if it changed.
+
+    It is corrected if the launcher left no final status or was asked to stop.
+    """
     if _is_incomplete(status) and not records.looks_alive(folder):
         settled = replace(_explain_end(folder, job, state), finished_utc=records.utc_now())
     elif status.status is Status.INTERRUPTED and state and state.state in STOPPED_BY_SLURM:

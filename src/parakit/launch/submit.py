@@ -196,7 +196,10 @@ def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
 
 
 def _describe_task(folder: str, launch: Launch) -> ArrayTask:
-    """Return the array task that trains a launch in `folder`."""
+    """Return the array task whose command trains a run in the run folder `folder`.
+
+    The task has the run's arguments and make variables. Its ranks do not start another container.
+    """
     job = launch.job
     variables = {
         name: text for name, text in job.variables.items() if name not in SETTLED_VARIABLES

@@ -146,9 +146,10 @@ class MatrixCell:
 
 
 def apply_known_patches(cell: MatrixCell, known: Iterable[Finding]) -> MatrixCell:
-    """Return the cell with patches for the known findings that show in the cell, so they hide nothing.
+    """Return the cell with patches for the known findings that would show in it and could hide other bugs.
 
-    A finding that ends runs under certain flags is not patched: it hides nothing in cells without these flags.
+    A finding that ends runs under certain flags is not patched, because it hides nothing in cells without these
+    flags.
     """
     findings = [
         finding

@@ -33,12 +33,11 @@ LevelChoice = tuple[Level, ...]
 def choose_cells(
     matrix: Matrix, family: Family, known: Sequence[Finding], seed: int = 1
 ) -> list[MatrixCell]:
-    """Return the cells that cover a family, each once; cells with one reference follow each other.
+    """Return cells that cover a family: each legal level in each layout, and pairs of legal levels in some layout.
 
-    First come the known findings, each alone in every layout that it affects, and cells that cover a pair of a
-    layout and a level. Cells that only pair two levels come last: if the time ends early, few entries of the
-    tables are missing. Cells are patched against known findings, which would otherwise hide other bugs; a
-    finding's own cells lack its own patch. Another seed gives other combinations of levels.
+    Known findings come first, each in every layout that it affects. Cells that only pair two levels come last, so
+    that few entries of the tables are missing if the time ends early. Cells have patches for known findings,
+    except for the finding that a cell is about. Another seed gives other combinations of levels.
     """
     choices = choose_rows(matrix, family, seed)
     covering = [
@@ -60,9 +59,9 @@ def _choose_further_cells(
     choices: Sequence[LevelChoice],
     covering: Iterable[MatrixCell],
 ) -> list[MatrixCell]:
-    """Return a cell for each choice that no layout has taken, as it pairs levels that no other choice pairs.
+    """Return a cell for each choice of levels that no layout has so far, in the next layout where it is legal.
 
-    Layouts take turns; a choice that is legal in no layout gives no cell.
+    Layouts take turns. A choice that is legal in no layout gives no cell.
     """
     used = {cell.levels for cell in covering}
     cells: list[MatrixCell] = []
@@ -98,10 +97,10 @@ def _make_finding_cells(family: Family, known: Sequence[Finding]) -> list[Matrix
 def draw_cells(
     matrix: Matrix, families: Sequence[Family], known: Sequence[Finding], seed: int
 ) -> Iterator[MatrixCell]:
-    """Yield legal random cells without end, each once, patched against known findings.
+    """Yield legal random cells in an endless sequence. No cell is yielded twice.
 
-    The same seed gives the same cells in the same order. The seed changes only which cells are drawn. All cells
-    train from the same weights on the same samples.
+    Each cell has patches for known findings, which would otherwise hide other bugs. The same seed gives the same
+    cells in the same order. All cells train from the same weights on the same samples.
     """
     generator, seen = random.Random(seed), set[str]()
     while True:
@@ -120,9 +119,9 @@ def draw_cells(
 
 
 def order_by_reference(cells: Iterable[MatrixCell]) -> list[MatrixCell]:
-    """Return the cells with those that share a reference next to each other.
+    """Return the cells in an order in which cells with the same reference follow each other.
 
-    A reference is then trained once, and only one has to be stored at a time.
+    A reference is then trained once, and only one reference has to be stored at a time.
     """
     groups: dict[tuple[object, ...], list[MatrixCell]] = {}
     for cell in cells:
@@ -131,7 +130,7 @@ def order_by_reference(cells: Iterable[MatrixCell]) -> list[MatrixCell]:
 
 
 def choose_rows(matrix: Matrix, family: Family, seed: int = 1) -> list[LevelChoice]:
-    """Return choices of levels in which every two legal levels occur together; the first has all defaults."""
+    """Return choices of levels in which every two legal levels occur together. The first choice has all defaults."""
     defaults = tuple(levels[0] for levels in family.factors.values())
     generator = random.Random(seed)
     combinable = [
@@ -171,9 +170,9 @@ def _complete_pair(
     pair: tuple[Level, Level],
     covered: Container[tuple[Level, Level]],
 ) -> LevelChoice | None:
-    """Return a legal choice that has a pair of levels; None if there is none.
+    """Return a legal choice of levels that includes a pair of levels; None if there is none.
 
-    For every other feature the choice has the level that makes most pairs that are not covered yet.
+    For every other feature, the level is chosen that forms most pairs that are not covered yet.
     """
     choice = family.fill_with_defaults(family.add_needed_levels(_drop_default_levels(family, pair)))
     if not set(pair) <= set(choice) or not matrix.is_legal(family, choice):
@@ -211,10 +210,10 @@ def _drop_default_levels(family: Family, choice: LevelChoice) -> tuple[Level, ..
 def _choose_covering_cells(
     matrix: Matrix, family: Family, layout: Layout, choices: Sequence[LevelChoice]
 ) -> list[MatrixCell]:
-    """Return cells of one layout that have every level.
+    """Return cells of one layout in which every level occurs.
 
-    Choices that are legal in the layout come first. In the other choices, illegal levels are replaced by their
-    defaults. A level that neither covers gets a cell of its own.
+    Choices that are legal in the layout are used first. Illegal levels of other choices are then replaced by the
+    defaults. A level that still does not occur gets a cell of its own.
     """
     uncovered = {level for levels in family.factors.values() for level in levels}
     cells: list[MatrixCell] = []

@@ -233,7 +233,7 @@ def load_matrix() -> Matrix:
 
 
 def _add_names(file: dict[str, Any]) -> dict[str, Any]:
-    """Return the file's data with each family, layout and level named as its key."""
+    """Return the file's data with a `name` added to each family, layout and level: the key of its entry."""
     families = {}
     for name, family in file["families"].items():
         features = {
@@ -247,7 +247,7 @@ def _add_names(file: dict[str, Any]) -> dict[str, Any]:
 def _parse_features(
     features: Mapping[str, Mapping[str, str | dict[str, Any]]],
 ) -> dict[str, list[dict[str, Any]]]:
-    """Return the fields of each level by feature."""
+    """Return, for each feature, a list of its levels. A level is a dictionary of the fields of `Level`."""
     return {
         factor: [_parse_level(factor, name, value) for name, value in levels.items()]
         for factor, levels in features.items()

@@ -124,10 +124,10 @@ class CellRecord:
 
 
 def classify_reason(reason: str) -> CellStatus:
-    """Return the status of a cell in which nothing was compared, from the sentence that says why.
+    """Return the status of a cell in which nothing was compared, judged by the reason's sentence.
 
-    A run that ended early is *missing* if its sentence names software for GPUs. It is *refused* if the sentence
-    names an exception with which Megatron refuses arguments. Otherwise it is *crashed*.
+    The status is *missing* if the sentence names software for GPUs. It is *refused* if the sentence names an
+    exception with which Megatron refuses arguments. Otherwise it is *crashed*.
     """
     if "ended with" not in reason and "was not written" not in reason:
         return CellStatus.NOT_COMPARABLE

@@ -95,10 +95,10 @@ class MatrixOfVersion:
 
     @cached_property
     def new(self) -> list[CellRecord]:
-        """Records that differ and that no known finding explains.
+        """Records with wrong tensors that no known finding explains.
 
-        They are the smallest cells per layout and blamed levels. Cells whose blamed levels are unknown are left
-        out, unless there are no others.
+        For each layout and set of blamed levels, only the smallest cell is listed. Cells whose blamed levels are
+        unknown are left out, unless there are no others.
         """
         wrong = [record for record in self.records if record.is_wrong and not record.finding]
         wrong.sort(key=lambda record: (len(record.levels), len(record.command)))
@@ -114,7 +114,7 @@ class MatrixOfVersion:
 
     @cached_property
     def sentences(self) -> list[tuple[str, list[CellRecord]]]:
-        """Reasons why cells were not compared, each with the records of these cells, fewest levels first."""
+        """Reasons why cells were not compared, in alphabetical order, each with the records of these cells."""
         records_by_reason: dict[str, list[CellRecord]] = {}
         for record in sorted(self.records, key=lambda record: len(record.levels)):
             if not (record.is_right or record.is_wrong):

@@ -85,7 +85,7 @@ class CellVerifier:
         return ""
 
     def _verify_once(self, cell: MatrixCell) -> CellRecord:
-        """Verify a cell and return its record; the stored reference is used if the cell has the same."""
+        """Verify a cell and return its record. A stored reference is used if it belongs to the cell."""
         if cell.reference_key != self._reference_key:
             self.verifier.remove_references()
             self._reference_key = cell.reference_key
@@ -146,7 +146,7 @@ class MatrixRun:
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def run(self, cells: Iterable[MatrixCell]) -> bool:
-        """Verify cells, then find out which levels make the wrong ones wrong; False if the time ended first."""
+        """Verify cells, then find the levels that make cells wrong; return False if the time ended first."""
         unexplained: list[MatrixCell] = []
         to_verify = iter(cells)
         while not self.is_over:
@@ -191,7 +191,7 @@ class MatrixRun:
         return record
 
     def _explain(self, cell: MatrixCell) -> Iterator[MatrixCell]:
-        """Store the levels that make a cell wrong; yield the cell without each of them.
+        """Store the levels that make a cell wrong; then yield the cell without each of these levels, one by one.
 
         Nothing is stored or yielded if the time ends during the search.
         """
@@ -217,7 +217,10 @@ class MatrixRun:
         )
 
     def shrink_model(self, cell: MatrixCell) -> MatrixCell:
-        """Return the cell with all of its family's `smaller` flags under which the status stays the same."""
+        """Return the cell with a smaller model that gives the same status.
+
+        Each of the family's `smaller` flags is added if the status stays the same with it.
+        """
         status, smallest = self.get_record(cell).status, cell
         for flags in cell.family.smaller:
             smaller = replace(smallest, more=(*smallest.more, *flags))

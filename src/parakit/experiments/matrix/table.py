@@ -121,8 +121,8 @@ def judge_level(
 ) -> LevelResult:
     """Return the result of a level in a layout, from the records of the cells that have both.
 
-    A wrong cell counts against the levels that are blamed for it. As long as no level is blamed, it counts against
-    none that is right in another cell.
+    A wrong cell counts against the levels that are blamed for it. While no level is blamed, a level that is right
+    in another cell counts as right.
     """
     is_default = family.is_default(level)
 
@@ -157,7 +157,7 @@ def judge_level(
 
 
 def _is_to_blame(record: CellRecord, level: Level, is_default: bool) -> bool:
-    """Return True if a wrong record is as wrong with this level alone, or with no level at all."""
+    """Return True if this level alone makes a wrong record wrong, or if the record is wrong without any level."""
     if record.blamed is not None:
         return record.blamed == (level.path,) or not record.blamed
     if is_default or record.levels[-1:] != (level.path,):
@@ -173,9 +173,9 @@ BF16_EPSILON = 2.0**-8
 def compute_bf16_costs(
     records: Iterable[CellRecord], layouts: Sequence[str]
 ) -> dict[str, list[float | None]]:
-    """Return, by stage and in the order of `layouts`, the largest relative error over `BF16_EPSILON`.
+    """Return the largest relative error of bf16 cells in units of `BF16_EPSILON`: by stage, one number per layout.
 
-    Only records in bf16 that held count; None means that a layout has none with this stage.
+    Only cells that held are used. None means that no such cell of the layout has this stage.
     """
     costs: dict[str, dict[str, float]] = {}
     for record in records:

@@ -133,9 +133,9 @@ def compare_setups(runs: SeedRuns) -> list[RoutedParity]:
 
 
 def compare_losses(group: SeedRuns, reference: SeedRuns) -> RoutedParity:
-    """Return the parity of a setup's runs with the reference's runs of the same seeds.
+    """Return the largest relative loss difference between a setup's runs and the reference's runs of the same seeds.
 
-    Seeds that the reference lacks are left out.
+    Iterations from the first different routing on are ignored. Seeds that the reference lacks are left out.
     """
     references_by_seed = {_get_seed(run): run for run in reference}
     differences, diverged = list[float](), list[int]()
@@ -254,7 +254,7 @@ def _describe_speeds(setups: Mapping[SetupKey, SeedRuns]) -> list[str]:
 
 
 def _describe_optimizers(runs: SeedRuns) -> list[str]:
-    """Return a sentence on whether AdamW and Muon differ by more than seeds and strategies do.
+    """Return a sentence on whether the losses of AdamW and Muon differ by more than their runs scatter.
 
     The list is empty if one of the optimizers has no validation loss.
     """

@@ -129,7 +129,7 @@ def compare_time_per_token(reference: SweptCell, other: SweptCell) -> TimeCompar
 def select_fastest(
     results: Sequence[SweptCell],
 ) -> dict[tuple[Devices, Backend], list[SweptCell]]:
-    """Return the fastest strategy at every size, by devices and backend, from small to large.
+    """Return the cell of the fastest strategy for each model, from small to large, by devices and backend.
 
     Cells without times are left out.
     """
@@ -148,7 +148,7 @@ def select_fastest(
 
 
 def describe_sweep(results: Sequence[SweptCell]) -> list[str]:
-    """Return a sentence per pair of backends, and per pair of a backend's strategies, on each number of devices.
+    """Return a sentence for each pair of backends and each pair of a backend's strategies, per number of devices.
 
     Dense models and mixtures of experts are compared separately.
     """

@@ -30,7 +30,7 @@ def render(model: str, rows: Sequence[Entry]) -> str:
 
 
 def describe_wrong_losses(rows: Sequence[Entry]) -> list[str]:
-    """Return a sentence per pipeline with flushes whose losses are not those of the first row."""
+    """Return a sentence for each pipeline with flushes whose losses differ from those of the first row."""
     reference = rows[0] if rows else None
     sentences = []
     for row in rows:
@@ -106,7 +106,7 @@ def _relative_loss_difference(row: Entry, reference: Entry | None) -> float | No
 
 
 def _count_weight_versions(row: Entry) -> list[float]:
-    """Return, per stage, its bytes of weights over those of one version; empty if they are not known."""
+    """Return, for each stage, how many versions of its weights it stores; empty if the bytes are not known."""
     spec = row.spec
     if spec is None or len(row.weight_bytes) != spec.parallelism.pipeline:
         return []

@@ -531,9 +531,10 @@ class _IterationVerification:
 
 
 def _list_changes_near_error(verdict: VerifyVerdict, strategy: Launch) -> tuple[str, ...]:
-    """Return file and line of the checkout's changes that are nearest to the wrong tensor's source.
+    """Return the checkout's changes that are nearest to the source of the wrong tensor, each as file and line.
 
-    Empty if the strategy held, or if its Megatron is an installed package or a folder without a commit.
+    The result is empty if the strategy held, or if its Megatron is an installed package or a folder without a
+    commit.
     """
     if verdict.source is None or strategy.entry.megatron_commit is None:
         return ()
@@ -613,7 +614,7 @@ def _describe_compared_tensors(verdict: VerifyVerdict) -> str:
 
 
 def _shorten_tensor_names(line: str) -> str:
-    """Return a line `name name …: reason` in which the numbers of layers and experts are `*` and names come once.
+    """Return a line `name name …: reason` with `*` for the numbers of layers and experts, and equal names only once.
 
     `verdict.json` has all names.
     """

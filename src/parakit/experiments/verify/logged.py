@@ -99,7 +99,7 @@ class LoggedValue:
 def compare_logs(
     judgement: Judgement, ours: Path, reference: Path, rank: CapturedRank, *, same_backend: bool
 ) -> Judgement:
-    """Return a held judgement with the logs' values compared; it differs if a value does.
+    """Return a judgement with the logs' values compared. It becomes `differs` if a value differs.
 
     Args:
         judgement: Any judgement; one whose tensors did not hold is returned as it is.
@@ -168,9 +168,9 @@ def measure_rounding(compared: CaptureComparison, dtype: str, *, same_backend: b
 def list_logged_values(
     ours: Sequence[Iteration], reference: Sequence[Iteration], rounding: Rounding
 ) -> Iterator[LoggedValue]:
-    """Yield what both logs print of each iteration: losses first, then norms, then counters.
+    """Yield the values that both logs print for an iteration: losses first, then norms, then counters.
 
-    A loss is left out where one of the two lines is a mean over two iterations and the other is not.
+    A loss is left out if only one of the two lines is a mean over two iterations.
     """
     references = {line.iteration: line for line in reference}
     pairs = [(line, references[line.iteration]) for line in ours if line.iteration in references]
@@ -233,7 +233,10 @@ def _format_count(value: float) -> str:
 
 
 def _find_kind(values: Sequence[LoggedValue], rank: CapturedRank) -> tuple[str, float | None]:
-    """Return the kind of a wrong value and its factor; None if the iterations do not share one."""
+    """Return the kind of error of a wrong value, and the factor by which the value is wrong.
+
+    The factor is None if the iterations do not share one.
+    """
     if all(value.ours == 0 for value in values):
         return "zero", 0.0
     ratios = [value.ours / value.reference for value in values if value.reference]

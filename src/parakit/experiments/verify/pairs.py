@@ -359,9 +359,9 @@ def _compose_reference(reference: str, job: Job) -> Launch:
 
 
 def _pad_vocabulary(strategy: Launch, reference: Launch) -> Launch:
-    """Return the reference, in transformers with a vocabulary that is padded as in the strategy.
+    """Return the reference; a reference in transformers gets a vocabulary that is padded as in the strategy.
 
-    Megatron pads the vocabulary to a multiple of ranks and a constant. A reference with another backend is returned
+    Megatron pads the vocabulary to a multiple of a constant times the number of ranks. Other references are
     unchanged.
     """
     if reference.spec.backend is not Backend.TRANSFORMERS:
@@ -376,9 +376,9 @@ def _count_devices(strategy: str, job: Job) -> int:
 
 
 def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
-    """Return the launch, which then starts from the reference's initial checkpoint.
+    """Return the launch, changed so that it starts from the reference's initial checkpoint.
 
-    The launch is returned unchanged if one of the two has no initial checkpoint, or if their models have other flags.
+    The launch is unchanged if one of the two has no initial checkpoint, or if their models have different flags.
     """
     old_path, new_path = launch.initial_checkpoint, reference.initial_checkpoint
     if old_path is None or new_path is None or launch.model.flags != reference.model.flags:

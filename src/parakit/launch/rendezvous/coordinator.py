@@ -150,11 +150,11 @@ class Coordinator(BackgroundThread, NodeGroup):
         raise LaunchError(reason)
 
     def find_failure(self) -> str | None:
-        """Return why another node failed, in one sentence; None if no node failed.
+        """Return a sentence on why another node failed; None if no node failed.
 
-        Node 0 calls this method repeatedly while it trains. Each call also appends new log lines of the other nodes to
-        the run's log. The cause of the first failed node that reports one is stored in `cause`, and is returned
-        from then on. A failed node without a cause gives its exit code.
+        Node 0 calls this method repeatedly while it trains, and each call appends new log lines of the other nodes to
+        the run's log. If a failed node reports a cause, the first such cause is stored in `cause`, and its reason is
+        returned from then on. Otherwise the sentence has the exit code of the failed node.
         """
         if self._files is not None:
             self._files.append_new_output()

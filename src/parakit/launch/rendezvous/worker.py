@@ -181,7 +181,7 @@ class Worker(BackgroundThread, NodeGroup):
     def _explain_unlogged_end(
         self, exit_code: int, error: BaseException | None
     ) -> StatusRecord | None:
-        """Return how this node ended if its log, which node 0 has too, does not say it; else None."""
+        """Return how this node ended, if node 0 cannot see it in this node's log; otherwise None."""
         if isinstance(error, Exception):
             reason = str(error) or type(error).__name__
             return StatusRecord(Status.CRASHED, None, reason, getattr(error, "rank", None))

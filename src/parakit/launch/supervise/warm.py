@@ -86,7 +86,7 @@ class WarmMegatron:
 
 
 class WarmPool:
-    """The warm processes of a `with` block: one per entry script and environment at import."""
+    """The warm processes of a `with` block. There is one per entry script and set of environment variables."""
 
     def __init__(self) -> None:
         self._process_by_key: dict[tuple[object, ...], WarmMegatron] = {}
@@ -144,10 +144,10 @@ def request_ranks(
 
 
 def find_free_port() -> int:
-    """Return a port of this machine that nothing listens on now.
+    """Return a port of this machine on which nothing listens now.
 
-    The port is outside of the range from which the kernel gives free ports. gloo's sockets ask so, and one of
-    another run could take the port before rank 0 listens on it.
+    The port is outside of the range from which the kernel assigns free ports. gloo's sockets use assigned ports,
+    so a socket of another run cannot take this port before rank 0 listens on it.
     """
     for port in SystemRandom().sample(_UNASSIGNED, 100):
         with suppress(OSError), socket.create_server(("", port)):
