@@ -89,8 +89,8 @@ def _capture_step(
     """Run `train_step`, and capture it if it is the requested iteration.
 
     In earlier iterations, only update magnitudes, loss scales and the choices of routers are recorded. If the
-    environment variable CAPTURE_DRIFT is set, each earlier iteration begins with perturbed weights. Later
-    iterations run without recording.
+    environment variable `variables.CAPTURE_DRIFT` is set, each earlier iteration begins with perturbed
+    weights. Later iterations run without recording.
     """
     from megatron.training import get_args
 
@@ -230,9 +230,11 @@ class _Watch:
     def _run(
         self, call: Callable[..., Any], forward_step: Any, sink: Sink, has_probes: bool = True
     ) -> tuple[Any, tuple[tuple[int, ...], ...]]:
-        """Run the iteration, and pass its tensors to the sink. Without probes, activations and their
-        gradients are not captured. Megatron's functions are replaced here, and not with the patches, so that
-        a function that PATCH_FILE= has wrapped is seen with the wrapper.
+        """Run the iteration, and pass its tensors to the sink.
+
+        Without probes, activations and their gradients are not captured. Megatron's functions are replaced
+        here, and not with the patches, so that a function that PATCH_FILE= has wrapped is seen with the
+        wrapper.
 
         Returns:
             What `call` returns, and the groups of ranks over which gradient norms were summed.
@@ -434,8 +436,8 @@ class _Watch:
     def _write_schedule(self) -> None:
         """Write the scheduler's number of steps, and each parameter's learning rate and weight decay.
 
-        The verification compares them: they must be equal on every rank, and a resumed run must have the same
-        values as an uninterrupted run.
+        The values must be equal on every rank, and a resumed run must have the same values as an
+        uninterrupted run.
         """
         steps = TensorKey(CaptureStage.OPTIMIZER_STATE, SCHEDULE, "steps")
         self.recording.write(steps, torch.tensor([self.scheduler.num_steps]))
