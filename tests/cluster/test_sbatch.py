@@ -135,6 +135,7 @@ def test_array_element_runs_the_task_of_its_number(tmp_path: Path) -> None:
     assert (seen["SEED"], seen["RUN_FOLDER"]) == ("2", "runs/R2")
 
 
+@pytest.mark.ranks
 @given(st.text(st.characters(blacklist_characters="\0", blacklist_categories=["Cs"]), max_size=40))
 def test_values_in_the_script_are_quoted(value: str) -> None:
     text = render_batch_script(job(ArrayTask("runs/R", ("run", value), {"EXTRA": value})))

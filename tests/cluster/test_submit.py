@@ -244,6 +244,7 @@ def test_queued_job_is_unchanged_while_slurm_does_not_answer(
     assert read_status(folder) == before
 
 
+@pytest.mark.ranks
 def test_no_status_is_written_for_jobs_without_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

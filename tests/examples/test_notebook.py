@@ -53,6 +53,7 @@ def test_the_cells_run_in_order(tmp_path: Path) -> None:
     assert "differs | reduced gradients | " in ended.stdout
 
 
+@pytest.mark.ranks
 def test_a_kernel_executes_the_notebook() -> None:
     pytest.importorskip("ipykernel")
     nbformat, nbclient = map(pytest.importorskip, ("nbformat", "nbclient"))

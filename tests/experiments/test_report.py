@@ -4,6 +4,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from rich.console import Console
 
 from parakit.experiments.engine import Study
@@ -18,6 +19,7 @@ def study(reports: Path, *results: SimpleNamespace) -> Study:
     return Study(experiment, planned, runner, Console(), reports)
 
 
+@pytest.mark.ranks
 def test_report_of_all_runs_is_written_to_the_folder_of_the_experiment(
     tmp_path: Path,
 ) -> None:

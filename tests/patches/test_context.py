@@ -19,6 +19,7 @@ def test_a_checkouts_version_is_read_without_importing_it(tmp_path: Path) -> Non
     assert checkout_version(checkout(tmp_path, text)) == Version("0.15.0rc2")
 
 
+@pytest.mark.ranks
 def test_an_entry_in_a_checkout_runs_that_checkout(tmp_path: Path) -> None:
     folder = checkout(tmp_path, "MAJOR = 0\nMINOR = 16\nPATCH = 1\nPRE_RELEASE = ''\n")
     context = find_context(folder / "pretrain_gpt.py", "cpu")

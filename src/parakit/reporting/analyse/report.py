@@ -160,13 +160,13 @@ def _find_reference(
 ) -> Entry | None:
     """Return the row with which an entry's speed is compared; None if the entry's model is unknown.
 
-    For runs of the kit it is baseline of the same model and device, if possible with unpatched Megatron. If one
-    of the entries is a foreign log, it is the first log of the same model and device, or else the first log of
-    the same size.
+    If one of the entries is a foreign log, the reference is the first log of the same model and device, or else the
+    first log of the same size. Otherwise the reference is a run of the same model and device: runs without a patch
+    file come before patched ones, and among them a baseline comes first.
 
     Args:
         entry: The entry, which may be its own reference.
-        candidates: Entries that are compared with no other one yet.
+        candidates: Entries that have no reference yet.
         entries: All entries of the report.
     """
     timed = [other for other in candidates if other.estimate]
