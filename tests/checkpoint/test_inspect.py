@@ -625,7 +625,7 @@ import re, sys, time
 from pathlib import Path
 began = time.perf_counter()
 from parakit.checkpoint.command import inspect_command
-assert inspect_command(sys.argv[1], None, None, verify=False, json=True) == 0
+assert inspect_command(sys.argv[1], None, None, verify=False, json=True) == 1  # It has no norms.
 peak = int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
 print(peak, round(time.perf_counter() - began, 2), "torch" in sys.modules, file=sys.stderr)
 """
@@ -688,6 +688,6 @@ def test_20_gb_are_inspected_in_200_mb_without_reading_a_tensor(tmp_path: Path) 
         text=True,
         check=True,
     )
-    peak, _, loads_torch = done.stderr.split()
+    peak, _, loads_torch = done.stderr.splitlines()[-1].split()
     assert int(peak) < 200 * 10**6
     assert loads_torch == "False"

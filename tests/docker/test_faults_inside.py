@@ -176,7 +176,7 @@ def test_a_full_disk_is_named_and_a_damaged_checkpoint_passed_over(
         with file.open("r+b") as opened:
             opened.seek(file.stat().st_size // 2)
             opened.write(b"\x00\xff" * 64)
-        resumed = built.kit.resume(ended.folder, **variables, ITERS="12")
+        resumed = built.kit.resume(ended.folder, **variables, ITERS="16")
         assert resumed.exit_code == 0, resumed.output
         assert f"{newest.path.name} is passed over" in " ".join(resumed.output.split())
     finally:

@@ -145,11 +145,11 @@ def test_the_pages_show_planning_commands() -> None:
 
 
 @pytest.mark.slow
-def test_planning_commands_run(tmp_path: Path) -> None:
+def test_planning_commands_run() -> None:
     for arguments in _planning_commands():
         ended = subprocess.run(
             (sys.executable, "-m", "parakit", *arguments),
-            cwd=tmp_path,
+            cwd=ROOT,  # The commands name files of the clone.
             env={**os.environ, "PYTHONPATH": PYTHON_PATH},
             capture_output=True,
             text=True,
