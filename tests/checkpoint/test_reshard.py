@@ -369,6 +369,10 @@ def large(folder: Path) -> tuple[Path, int]:
         "self_attention.linear_proj.weight": (hidden, hidden),
         "mlp.linear_fc1.weight": (16 * hidden, hidden),
         "mlp.linear_fc2.weight": (hidden, 16 * hidden),
+        "self_attention.linear_qkv.layer_norm_weight": (hidden,),
+        "self_attention.linear_qkv.layer_norm_bias": (hidden,),
+        "mlp.linear_fc1.layer_norm_weight": (hidden,),
+        "mlp.linear_fc1.layer_norm_bias": (hidden,),
     }
     arguments = {
         **{"hidden_size": hidden, "num_layers": layers, "kv_channels": hidden // 2},
@@ -376,7 +380,12 @@ def large(folder: Path) -> tuple[Path, int]:
         **{"position_embedding_type": "rope", "max_position_embeddings": 16},
     }
     embedding = torch.randn(rows, hidden)
-    path = dense_written(folder, {EMBEDDING: embedding}, **arguments) / ITERATION
+    outside_layers = {
+        EMBEDDING: embedding,
+        "decoder.final_layernorm.weight": torch.randn(hidden),
+        "decoder.final_layernorm.bias": torch.randn(hidden),
+    }
+    path = dense_written(folder, outside_layers, **arguments) / ITERATION
     tensors = dict(read_metadata(path).tensors)
     with (path / "layers").open("wb") as file:
         for name, shape in shapes.items():
