@@ -114,14 +114,21 @@ def read_commit(folder: Path) -> str | None:
 
     The result is None outside a repository, and where git is not installed.
     """
-    describe = ("describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    description = run_git(folder, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+    return description.strip() or None
+
+
+def run_git(folder: Path, *arguments: str) -> str:
+    """Return what git prints in a folder; empty if git fails or is not installed, or the folder is no repository."""
     # In a container another user owns a mounted checkout, which git refuses without this setting.
-    command = ("git", "-c", "safe.directory=*", "-C", str(folder), *describe)
+    command = ("git", "-c", "safe.directory=*", "-C", str(folder), *arguments)
     try:
-        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        process = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=False
+        )
     except FileNotFoundError:
-        return None
-    return process.stdout.strip() or None
+        return ""
+    return "" if process.returncode else process.stdout
 
 
 def checkout_version(checkout: Path) -> Version:

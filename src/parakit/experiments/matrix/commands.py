@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
 import time
 from argparse import Namespace
@@ -18,6 +17,7 @@ import msgspec
 from packaging.version import Version
 from rich.console import Console
 
+from megatron_patches.context import run_git
 from parakit.artifacts.run import MegatronEntry
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
@@ -332,9 +332,8 @@ def name_version(entry: MegatronEntry) -> str:
     """
     if entry.megatron_commit is None:
         return entry.megatron_version
-    checkout = str(Path(entry.path).parent)
-    command = ("git", "-C", checkout, "tag", "--points-at", "HEAD", "--list", f"{_TAG_PREFIX}*")
-    tags = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    checkout = Path(entry.path).parent
+    tags = run_git(checkout, "tag", "--points-at", "HEAD", "--list", f"{_TAG_PREFIX}*").split()
     return tags[0].removeprefix(_TAG_PREFIX) if tags else entry.megatron_commit[:8]
 
 

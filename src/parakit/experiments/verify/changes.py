@@ -10,10 +10,11 @@ from __future__ import annotations
 import ast
 import os
 import re
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron_patches.context import run_git
 
 MAX_CHANGES = 3
 """Most changes that are listed for one wrong tensor."""
@@ -61,10 +62,13 @@ def list_nearest_changes(checkout: Path, source: str) -> tuple[ChangedLines, ...
         At most three changes. Empty if the folder is no git checkout, if nothing is changed, or if no changed file
         is imported by the source's file directly or through one other file.
     """
+    changes = _list_changes(checkout)
+    if not changes:
+        return ()
     blamed_file, _, blamed_line = source.rpartition(":")
     depth_by_file = _measure_import_depths(checkout, blamed_file)
     ranked_changes = []
-    for change in _list_changes(checkout):
+    for change in changes:
         depth = depth_by_file.get(change.file)
         if depth is not None:
             distance = change.distance(int(blamed_line)) if depth == 0 else change.first_line
@@ -76,7 +80,7 @@ def list_nearest_changes(checkout: Path, source: str) -> tuple[ChangedLines, ...
 def _list_changes(checkout: Path) -> list[ChangedLines]:
     """Return all changed lines of Python files below `megatron/`; empty if the folder is no git checkout."""
     base = _find_fork_point(checkout)
-    diff = _run_git(
+    diff = run_git(
         checkout, "diff", "--unified=0", "--no-color", "--no-ext-diff", base, "--", "megatron/*.py"
     )
     changes: list[ChangedLines] = []
@@ -101,29 +105,19 @@ def _find_fork_point(checkout: Path) -> str:
     pull_request_branch = os.environ.get("GITHUB_BASE_REF")
     branches = (f"origin/{pull_request_branch}",) if pull_request_branch else ()
     candidates = [
-        _run_git(checkout, "merge-base", "HEAD", branch).strip()
+        run_git(checkout, "merge-base", "HEAD", branch).strip()
         for branch in (*branches, *_UPSTREAM_BRANCHES)
     ]
     release = ("describe", "--tags", "--abbrev=0", "--match", _RELEASE_TAGS)
-    candidates.append(_run_git(checkout, *release, "HEAD").strip())
+    candidates.append(run_git(checkout, *release, "HEAD").strip())
     commits_by_candidate = {
-        candidate: int(_run_git(checkout, "rev-list", "--count", f"{candidate}..HEAD") or 0)
+        candidate: int(run_git(checkout, "rev-list", "--count", f"{candidate}..HEAD") or 0)
         for candidate in candidates
         if candidate
     }
     return min(
         commits_by_candidate, key=lambda candidate: commits_by_candidate[candidate], default="HEAD"
     )
-
-
-def _run_git(checkout: Path, *arguments: str) -> str:
-    """Return what git prints; empty if git is missing, fails, or the folder is no repository."""
-    command = ("git", "-C", str(checkout), *arguments)
-    try:
-        git = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
-    except OSError:
-        return ""
-    return "" if git.returncode else git.stdout
 
 
 def _measure_import_depths(checkout: Path, file: str) -> dict[str, int]:

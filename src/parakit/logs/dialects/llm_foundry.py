@@ -35,10 +35,15 @@ class _Loss(LineFormat):
         number = int(batch[1]) if batch else 0
         fields = [LineField("iteration", number), LineField("lm_loss", float(match[1]))]
         generation = Generation("LLM Foundry", "batches")
-        parsed = ParsedIteration(
-            make_iteration(fields), match.start(), fields, generation=generation
-        )
-        return [parsed._replace(by_order=not number)]
+        return [
+            ParsedIteration(
+                make_iteration(fields),
+                match.start(),
+                fields,
+                generation=generation,
+                by_order=not number,
+            )
+        ]
 
 
 def _read_batch(line: str) -> Iterator[Fact]:
