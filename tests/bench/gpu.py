@@ -63,14 +63,14 @@ Run = tuple[int, Cell]
 
 
 def bench_gpu(
-    only: str | None, budget: float | None, given: Namespace, options: Options, console: Console
+    only: str | None, budget: float | None, variables: Namespace, options: Options, console: Console
 ) -> int:
     """Measure. Return 0 if every started run succeeded.
 
     Raises:
         LaunchError: The bench cannot run here; nothing was written.
     """
-    if fixed_variables := [name for name in FIXED if name in given.texts]:
+    if fixed_variables := [name for name in FIXED if name in variables.texts]:
         raise LaunchError(
             f"{fixed_variables[0]}= is the settings' own in 'make bench NAME=gpu'; leave it out."
         )

@@ -34,7 +34,7 @@ HANDLED = [command for command in (*COMMANDS, *BENCHES) if command.handler]
 NAMED = [
     command for command in HANDLED if "NAME" in {setting.name for setting in command.variables}
 ]
-EVERYWHERE = {"given", "target", "options", "console", "arguments", "program"}
+EVERYWHERE = {"variables", "target", "options", "console", "arguments", "program"}
 
 
 @pytest.fixture(autouse=True)
@@ -49,7 +49,7 @@ def test_handlers_get_every_required_parameter(command: Command) -> None:
     known = EVERYWHERE | named | {name for name, _ in command.fixed}
     if command.name in ("run", "module", "validate", "guide"):
         known |= {
-            "words",
+            "module_arguments",
             "fit",
             "write",
         }  # These options are arguments of the handlers themselves.

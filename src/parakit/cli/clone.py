@@ -67,16 +67,16 @@ def move_run_folders(texts: Mapping[str, str]) -> VariableTexts:
     return {RUN.name: " ".join(filter(None, (texts.get(RUN.name), *names)))}
 
 
-def train_and_trace(target: str, given: Namespace) -> int:
+def train_and_trace(target: str, variables: Namespace) -> int:
     """Train a target for a few iterations, and draw one of them; return the exit code of the first failure.
 
     Args:
         target: `trace-` and the name of a target without `train-`.
-        given: The variables; ITERS= sets the number of iterations, and DRY_RUN=1 draws nothing.
+        variables: The variables; ITERS= sets the number of iterations, and DRY_RUN=1 draws nothing.
     """
     traced = target.removeprefix(TRACE)
     command = (sys.executable, "-m", "parakit", f"train-{traced}")
-    iterations = given.texts.get(ITERS.name, TRACED_ITERATIONS)
+    iterations = variables.texts.get(ITERS.name, TRACED_ITERATIONS)
     environment = {**os.environ, "MAKEFLAGS": "", ITERS.name: iterations}
     # Ctrl-C also reaches the command, which ends its ranks. This process must wait for that. A handler, unlike
     # SIG_IGN, is not inherited by the command.
@@ -85,11 +85,11 @@ def train_and_trace(target: str, given: Namespace) -> int:
         code = subprocess.call(command, env=environment, cwd=ROOT)
     finally:
         signal.signal(signal.SIGINT, handler_before)
-    if code or given.dry_run:
+    if code or variables.dry_run:
         return code
     from parakit.reporting import trace
 
-    return trace(traced, given.runs or Path(READ_RUNS.default))
+    return trace(traced, variables.runs or Path(READ_RUNS.default))
 
 
 def _find_calibration(device: str) -> Path | None:

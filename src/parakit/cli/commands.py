@@ -88,10 +88,10 @@ SECTIONS = {
     "Data": (
         Command("prepare-ds-sample", "parakit.launch.runtime:prepare_dataset",
             "make owt-ds/sample from text that comes with Python", _CONTAINER,
-            fixed=(("words", ("sample", "--output-prefix", "owt-ds/sample")),)),
+            fixed=(("module_arguments", ("sample", "--output-prefix", "owt-ds/sample")),)),
         Command("prepare-ds-openwebtext-10k", "parakit.launch.runtime:prepare_dataset",
             "download and prepare the published data set", _CONTAINER,
-            fixed=(("words", ("hub", "vuiseng9/openwebtext-10k", "--output-prefix",
+            fixed=(("module_arguments", ("hub", "vuiseng9/openwebtext-10k", "--output-prefix",
              "owt-ds/openwebtext-10k")),)),
         Command("prepare-ds", "parakit.launch.runtime:prepare_own_text",
             "make owt-ds/NAME from your own text: INPUT=file.jsonl NAME=name",

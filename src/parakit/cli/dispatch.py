@@ -124,10 +124,10 @@ def _print_refusal(run: Callable[[], int]) -> int:
         return REFUSED
 
 
-def call_handler(command: Command, name: str, given: Namespace) -> int:
+def call_handler(command: Command, name: str, variables: Namespace) -> int:
     """Call the handler of a command, and return its exit code. A handler that returns None gives exit code 0.
 
-    The names of a handler's parameters decide which values it gets: a variable in lower case, `given` (all
+    The names of a handler's parameters decide which values it gets: a variable in lower case, `variables` (all
     variables), `options` (of a launch), `target` (the command's name), `console`, or an entry of the command's
     `fixed`. Parameters with other names keep their defaults.
 
@@ -139,12 +139,17 @@ def call_handler(command: Command, name: str, given: Namespace) -> int:
             f"'make {name}' is for the host; the kit's image has what training and reports need alone."
         )
     handler = import_function(command.handler)
-    known: dict[str, Any] = {**vars(given), **dict(command.fixed), "given": given, "target": name}
+    known: dict[str, Any] = {
+        **vars(variables),
+        **dict(command.fixed),
+        "variables": variables,
+        "target": name,
+    }
     parameters = inspect.signature(handler).parameters
     if "options" in parameters:
         from parakit.launch import options_from_namespace
 
-        known["options"] = options_from_namespace(given)
+        known["options"] = options_from_namespace(variables)
     if "console" in parameters:
         # Log lines with square brackets must not be read as markup.
         known["console"] = Console(markup=False)

@@ -35,7 +35,7 @@ def run_named_experiment(
     options: Options,
     console: Console,
     model: str | None = None,
-    given: Namespace | None = None,
+    variables: Namespace | None = None,
 ) -> int:
     """Train all runs of an experiment and print its table; with GPU= predict the table instead.
 
@@ -44,7 +44,7 @@ def run_named_experiment(
         options: Make variables of every run.
         console: Shows progress and tables.
         model: Value of MODEL=; None takes the model that the file names.
-        given: Arguments that only some experiments have: GPU=, DTYPE= and JSON= of a prediction, and the make
+        variables: Arguments that only some experiments have: GPU=, DTYPE= and JSON= of a prediction, and the make
             target that all runs share, such as `train-dp2-gpt2-tiny-2cpu`. None leaves them all unset.
 
     Returns:
@@ -56,33 +56,33 @@ def run_named_experiment(
         ValueError: The prediction fails.
     """
     if is_tutorial(name):
-        return run_tutorial(name, given or Namespace(), options, console)
-    if getattr(given, "chapter", None):
+        return run_tutorial(name, variables or Namespace(), options, console)
+    if getattr(variables, "chapter", None):
         raise LaunchError(f"CHAPTER= is of the tutorial, not of {name}; add NAME=tutorial.")
-    if given is not None and getattr(given, "gpu", None):
+    if variables is not None and getattr(variables, "gpu", None):
         if name not in PREDICTIONS:
             raise LaunchError(
                 f"GPU= predicts the experiments {joined([*PREDICTIONS, 'tutorial'])}, not {name}; leave it out."
             )
-        return PREDICTIONS[name](given)
+        return PREDICTIONS[name](variables)
     for variable in ("dtype", "json"):
-        if getattr(given, variable, None):
+        if getattr(variables, variable, None):
             raise LaunchError(
                 f"{variable.upper()}= applies only to the prediction of an experiment; add the device to "
                 "predict, such as GPU=a100-80g."
             )
-    target = getattr(given, "target", None)
+    target = getattr(variables, "target", None)
     trained = parse_target(target) if target else None
     return _run_experiment(load_experiment(name, options, model, trained), console)
 
 
-def reproduce(given: Namespace, options: Options, console: Console) -> int:
+def reproduce(variables: Namespace, options: Options, console: Console) -> int:
     """Train the published runs that NAME= names: the six of the H200 notes, or those of the tutorial.
 
     Raises:
         LaunchError: NAME= is neither, a variable of the tutorial is set without it, or the runs cannot work here.
     """
-    name = given.name or PUBLISHED
+    name = variables.name or PUBLISHED
     if name != PUBLISHED and not is_tutorial(name):
         raise LaunchError(
             f"NAME={name} was not published; reproduce has {PUBLISHED} and tutorial, and 'make experiment "
@@ -90,11 +90,11 @@ def reproduce(given: Namespace, options: Options, console: Console) -> int:
         )
     if name == PUBLISHED:
         for variable in ("devices", "model"):
-            if getattr(given, variable, None):
+            if getattr(variables, variable, None):
                 raise LaunchError(
                     f"{variable.upper()}= is for the tutorial; add NAME=tutorial, or leave it out."
                 )
-    return run_named_experiment(name, options, console, given=given)
+    return run_named_experiment(name, options, console, variables=variables)
 
 
 def run_parity_check(options: Options, console: Console, verify: bool = False) -> int:
@@ -110,15 +110,15 @@ def run_parity_check(options: Options, console: Console, verify: bool = False) -
     return run_experiment(replace(demo, report="parity"), output, console)
 
 
-def run_sweep(given: Namespace, options: Options, console: Console) -> int:
+def run_sweep(variables: Namespace, options: Options, console: Console) -> int:
     """Run the sweep NAME= over MODELS=, STRATEGIES=, BACKENDS= and DEVICES=; return 0 if all of its runs ended well.
 
     Raises:
         LaunchError: A variable names an unknown model, strategy, backend or number of devices, or none of their
             combinations can be trained.
     """
-    axes = {name: getattr(given, name.lower()) or "" for name in AXES}
-    return _run_experiment(load_sweep(given.name or SWEEP, options, axes), console)
+    axes = {name: getattr(variables, name.lower()) or "" for name in AXES}
+    return _run_experiment(load_sweep(variables.name or SWEEP, options, axes), console)
 
 
 def _run_experiment(experiment: Experiment, console: Console) -> int:

@@ -95,18 +95,18 @@ class PredictedMethod:
         }
 
 
-def predict_zero(given: Namespace) -> int:
+def predict_zero(variables: Namespace) -> int:
     """Print what the planner predicts for the experiment `zero` on the device GPU=; return 0.
 
     Raises:
         LaunchError: MODEL= is missing.
         ValueError: The experiment cannot be predicted.
     """
-    if given.model is None:
+    if variables.model is None:
         raise LaunchError(
             "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
         )
-    options = plan_options(given)
+    options = plan_options(variables)
     on_two_nodes = predict_methods(options, nodes=(2,))
     on_all_nodes = predict_methods(options, SETTINGS.nodes)
     if options.json:

@@ -121,7 +121,7 @@ def can_import_transformer_engine() -> bool:
     return run_program(command, IMPORT_SECONDS).succeeded
 
 
-def prepare_dataset(words: Sequence[str], options: Options, target: str) -> int:
+def prepare_dataset(module_arguments: Sequence[str], options: Options, target: str) -> int:
     """Run a command of `tools.preprocess` on the runtime that RUNTIME= names; return as `run_module` does.
 
     Raises:
@@ -132,30 +132,30 @@ def prepare_dataset(words: Sequence[str], options: Options, target: str) -> int:
             f"'make {target}' has its own text and does not read INPUT={text}; use 'make prepare-ds "
             f"INPUT={text} NAME=…', or unset INPUT."
         )
-    return run_module(("tools.preprocess", *words), options)
+    return run_module(("tools.preprocess", *module_arguments), options)
 
 
-def prepare_own_text(given: Namespace, options: Options) -> int:
+def prepare_own_text(variables: Namespace, options: Options) -> int:
     """Make the data set `owt-ds/NAME` from the user's text INPUT=; return as `run_module` does.
 
     The options in ARGS= are passed on after the kit's own, so they count in a conflict.
     """
-    output = ("--output-prefix", f"owt-ds/{given.name}")
-    kit_flags = ("--append-eod", "--tokenizer", "gpt2", *output, "--input", given.input)
-    flags = (*kit_flags, *given.args)
-    return run_module(("tools.preprocess", *flags), options, given.input)
+    output = ("--output-prefix", f"owt-ds/{variables.name}")
+    kit_flags = ("--append-eod", "--tokenizer", "gpt2", *output, "--input", variables.input)
+    flags = (*kit_flags, *variables.args)
+    return run_module(("tools.preprocess", *flags), options, variables.input)
 
 
 def run_module_arguments(parser: ArgumentParser) -> None:
     """Add a module's name and its arguments to a parser."""
-    parser.add_argument("words", nargs=REMAINDER)
+    parser.add_argument("module_arguments", nargs=REMAINDER)
 
 
-def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
+def run_module(module_arguments: Sequence[str], options: Options, text: str = "") -> int:
     """Replace this process by `python -m WORDS…`; with DRY_RUN=1 print the command and return 0.
 
     Args:
-        words: The module and its arguments.
+        module_arguments: The module and its arguments.
         options: RUNTIME=, IMAGE= and DRY_RUN= count.
         text: A file that the module reads. A dry run refuses it as the module would.
 
@@ -163,7 +163,11 @@ def run_module(words: Sequence[str], options: Options, text: str = "") -> int:
         LaunchError: The container or the program cannot be started, or a dry run finds no input.
     """
     in_docker = not image_tag() and (options.runtime or default_runtime()) is RuntimeName.DOCKER
-    command = docker_command(words, options) if in_docker else (sys.executable, "-m", *words)
+    command = (
+        docker_command(module_arguments, options)
+        if in_docker
+        else (sys.executable, "-m", *module_arguments)
+    )
     if options.dry_run:
         print(shlex.join(command))
         _check_input(text)

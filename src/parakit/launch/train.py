@@ -97,15 +97,17 @@ def start_target(target: str, options: Options, console: Console) -> int:
     return start_job(job, console)
 
 
-def run_strategy(given: Namespace, options: Options, console: Console) -> int:
+def run_strategy(variables: Namespace, options: Options, console: Console) -> int:
     """Train the strategy, model and Megatron flags that a launch script names; return the exit code.
 
     Raises:
         LaunchError: The run cannot work here; nothing was written.
     """
-    model = load_model(given.of, options.model)
-    devices, device = parse_devices(given.on)
-    return start_job(Job(given.named, model, devices, device, options, tuple(given.flags)), console)
+    model = load_model(variables.of, options.model)
+    devices, device = parse_devices(variables.on)
+    return start_job(
+        Job(variables.named, model, devices, device, options, tuple(variables.flags)), console
+    )
 
 
 def run_strategy_arguments(parser: ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from parakit.planner.picture import draw_plan
 from parakit.planner.result import NothingFitsError, plan_strategies
 
 
-def plan(given: Namespace) -> int:
+def plan(variables: Namespace) -> int:
     """Run the command `plan` and return its exit code: 0, or 1 if no strategy fits.
 
     With LARGEST= the command searches for the largest models. With STRATEGY= it predicts one strategy. Otherwise it
@@ -34,7 +34,7 @@ def plan(given: Namespace) -> int:
         ValueError: The options contradict each other, or name something that does not exist. The message is one
             sentence.
     """
-    options = plan_options(given)
+    options = plan_options(variables)
     if options.largest:
         return show_largest(options)
     return _predict_one_strategy(options) if options.strategy else _rank_strategies(options)

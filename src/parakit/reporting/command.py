@@ -52,7 +52,7 @@ def scrape(logs: Sequence[Path], json: bool) -> int:
     return 1 if unreadable else 0
 
 
-def report(given: Namespace) -> int:
+def report(variables: Namespace) -> int:
     """Write and print a report; return the exit code of `build`.
 
     With `--scrape` the contents of logs are printed instead, and nothing is written.
@@ -60,11 +60,11 @@ def report(given: Namespace) -> int:
     Raises:
         ValueError: There is no such device, or an option is missing or contradicts another.
     """
-    if given.scrape:
-        if not given.logs:
+    if variables.scrape:
+        if not variables.logs:
             raise ValueError("'report --scrape' reads logs; name them: LOGS=\"a.log b.log\".")
-        return scrape([path for log in given.logs for path in _matching(log)], given.json)
-    if given.json:
+        return scrape([path for log in variables.logs for path in _matching(log)], variables.json)
+    if variables.json:
         raise ValueError(
             "--json (JSON=) needs --scrape; the figures of a report are in its results.json."
         )
@@ -73,14 +73,14 @@ def report(given: Namespace) -> int:
     from parakit.reporting.build import build
 
     options = replace(
-        report_options(given.logs, given.device),
-        name=given.name,
-        runs_root=given.runs,
-        reports_root=given.reports,
-        baseline=given.baseline and Path(given.baseline),
-        strict=bool(given.strict),
-        all_conditions=given.all,
-        readings=given.readings,
+        report_options(variables.logs, variables.device),
+        name=variables.name,
+        runs_root=variables.runs,
+        reports_root=variables.reports,
+        baseline=variables.baseline and Path(variables.baseline),
+        strict=bool(variables.strict),
+        all_conditions=variables.all,
+        readings=variables.readings,
     )
     return build(options, Console(highlight=False))
 

@@ -84,7 +84,7 @@ def test_prediction_prints_published_predicted_and_what_ran(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     arguments = Namespace(gpu="h100", model=None, dtype=None, json=True)
-    assert run_named_experiment("tutorial-sp", Options(), CONSOLE, given=arguments) == 0
+    assert run_named_experiment("tutorial-sp", Options(), CONSOLE, variables=arguments) == 0
     lost, sequence, recomputed = json.loads(capsys.readouterr().out)
     assert (lost["published_memory_gb"], lost["fits"]) == (None, "does not fit")
     assert sequence["ran"] == "TP 8 with SP"
@@ -93,7 +93,7 @@ def test_prediction_prints_published_predicted_and_what_ran(
         assert abs(row["memory_error"]) < 0.1
         assert abs(row["time_error"]) < 0.2
     arguments.json = False
-    run_named_experiment("tutorial-sp", Options(), CONSOLE, given=arguments)
+    run_named_experiment("tutorial-sp", Options(), CONSOLE, variables=arguments)
     text = " ".join(capsys.readouterr().out.split())
     assert "Predicted not to fit, as published: 281." in text
 

@@ -217,7 +217,7 @@ class _MatrixCommand:
             self.console.print(f"→ {relative_to_root(path)}", highlight=False)
 
 
-def verify_matrix(given: Namespace, options: Options, console: Console) -> int:
+def verify_matrix(variables: Namespace, options: Options, console: Console) -> int:
     """Verify the requested cells and write the pages; return 1 if a cell differs that no finding explains.
 
     With EXECUTED=1 the files that layouts and levels execute are recorded, and nothing is verified.
@@ -225,17 +225,17 @@ def verify_matrix(given: Namespace, options: Options, console: Console) -> int:
     Raises:
         LaunchError: A name matches nothing in the matrix, or there is no such Megatron.
     """
-    command = _MatrixCommand(given, options, console)
+    command = _MatrixCommand(variables, options, console)
     cells = [
         cell
         for family in command.select_families()
         for cell in choose_cells(command.matrix, family, command.known, options.seed)
     ]
-    if given.executed:
+    if variables.executed:
         _record_executed_files(command)
         return 0
-    if given.changed:
-        changed = list_changed_files(given.changed, options.megatron_lm)
+    if variables.changed:
+        changed = list_changed_files(variables.changed, options.megatron_lm)
         cells = select_touched_cells(cells, changed, command.executed)
         console.print(f"{len(cells)} cells can execute {', '.join(changed)}.", highlight=False)
     if options.dry_run:
@@ -271,13 +271,13 @@ def _record_executed_files(command: _MatrixCommand) -> None:
             store_json(command.pages, f"{command.name}.executed.json", in_order)
 
 
-def run_fuzz(given: Namespace, options: Options, console: Console) -> int:
+def run_fuzz(variables: Namespace, options: Options, console: Console) -> int:
     """Verify random cells for MINUTES= and shrink those that differ; return 1 if no finding explains one.
 
     Raises:
         LaunchError: A name matches nothing in the matrix, or there is no such Megatron.
     """
-    command, seed = _MatrixCommand(given, options, console), options.seed
+    command, seed = _MatrixCommand(variables, options, console), options.seed
     cells = draw_cells(command.matrix, command.select_families(), command.known, seed)
     if options.dry_run:
         command.print_commands(islice(cells, SHOWN_DRAWS))
@@ -300,13 +300,13 @@ def run_fuzz(given: Namespace, options: Options, console: Console) -> int:
     return int(bool(differing))
 
 
-def run_bf16_bench(given: Namespace, options: Options, console: Console) -> int:
+def run_bf16_bench(variables: Namespace, options: Options, console: Console) -> int:
     """Train the dense model in fp32 and bf16 in each requested layout, write the page, and return 0.
 
     Raises:
         LaunchError: A run failed, or a name matches nothing in the matrix.
     """
-    command = _MatrixCommand(given, options, console)
+    command = _MatrixCommand(variables, options, console)
     (family,) = command.select_families(("dense",))
     all_distances = []
     with command.open_verifier() as verifier:

@@ -136,13 +136,13 @@ def _hash_reference(launch: Launch) -> str:
 
 
 def verify(
-    target: str, given: Namespace, options: Options, console: Console, also: Path | None = None
+    target: str, variables: Namespace, options: Options, console: Console, also: Path | None = None
 ) -> int:
     """Run the verification of a target; return 0 if it held, 1 if it differs, 2 if it is not comparable.
 
     Args:
         target: `verify-<strategy>-<model>-<N>cpu`.
-        given: Arguments that only verifications have, such as REFERENCE=.
+        variables: Arguments that only verifications have, such as REFERENCE=.
         options: Make variables.
         console: Shows progress and verdict.
         also: A run folder that gets a copy of the results, or None.
@@ -150,7 +150,7 @@ def verify(
     Raises:
         LaunchError: The verification cannot run here; nothing was written.
     """
-    verification = compose_pair(parse_pair(target, given, options))
+    verification = compose_pair(parse_pair(target, variables, options))
     if options.dry_run:
         return max(map(print_dry_run, verification.launches))
     folder = options.runs / f"{utc_stamp()}-{verification.pair.target}"

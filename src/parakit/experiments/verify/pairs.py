@@ -103,18 +103,18 @@ class LaunchPair:
         return self.reference or (self.job.strategy if self.resumed else "baseline")
 
 
-def parse_pair(target: str, given: Namespace, options: Options) -> LaunchPair:
+def parse_pair(target: str, variables: Namespace, options: Options) -> LaunchPair:
     """Return the verification that a make target and its variables (REFERENCE=, EXTRA_B=, RESUMED=, …) request.
 
     Args:
         target: `verify-<strategy>-<model>-<N>cpu`.
-        given: Arguments of the command. An argument that the command does not know counts as unset.
+        variables: Arguments of the command. An argument that the command does not know counts as unset.
         options: Make variables of both runs.
 
     Raises:
         LaunchError: The target does not have this form, or names an unknown strategy or model.
     """
-    get_argument = vars(given).get
+    get_argument = vars(variables).get
     return LaunchPair(
         parse_target("train-" + target.removeprefix(PREFIX), options),
         reference=get_argument("reference") or "",

@@ -47,7 +47,7 @@ NOTES = (
 )
 
 
-def dryrun(given: Namespace) -> int:
+def dryrun(variables: Namespace) -> int:
     """Dry-run the named ranks, print their counts beside the planner's closed forms, and return the exit code.
 
     The exit code is 1 if a rank differs from its closed form, else 0.
@@ -55,14 +55,14 @@ def dryrun(given: Namespace) -> int:
     Raises:
         ValueError: The dry run is not possible. The message is one sentence.
     """
-    model = find_model(given.model)
+    model = find_model(variables.model)
     refuse_misspelled_flags(model.flags)
-    spec = _build_spec(given, model)
-    ranks = parse_ranks(given.ranks, spec)
+    spec = _build_spec(variables, model)
+    ranks = parse_ranks(variables.ranks, spec)
     refuse_unsupported(spec)
-    with DryRunner(verbose=given.verbose) as runner:
+    with DryRunner(verbose=variables.verbose) as runner:
         comparisons = dry_run_ranks(runner, model, spec, ranks)
-    if given.json:
+    if variables.json:
         print(json.dumps(encode_dry_run(model, spec, comparisons), indent=2))
     else:
         print_comparisons(model, spec, comparisons)

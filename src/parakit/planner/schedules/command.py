@@ -38,7 +38,7 @@ _NARROWEST_LABEL, _NARROW_LABEL = 0.7, 1.2
 """Widths of an event, in percent of the time axis, below which its label is left out or small."""
 
 
-def schedules(given: Namespace) -> int:
+def schedules(variables: Namespace) -> int:
     """Simulate all pipeline schedules, print them as a table or JSON, and return 0.
 
     If SVG= names a file, the schedules are also drawn. PipeDream-2BW is left out if there are fewer micro batches than
@@ -50,24 +50,24 @@ def schedules(given: Namespace) -> int:
     timelines = [
         simulate_schedule(
             schedule,
-            given.pp,
-            given.microbatches,
-            iterations=given.iterations,
-            virtual=given.vpp,
-            forward=given.forward,
-            backward=given.backward,
-            transfer=given.transfer,
+            variables.pp,
+            variables.microbatches,
+            iterations=variables.iterations,
+            virtual=variables.vpp,
+            forward=variables.forward,
+            backward=variables.backward,
+            transfer=variables.transfer,
         )
         for schedule in COMPARED_SCHEDULES
         # PipeDream-2BW needs as many micro batches as stages for its two weight versions.
-        if schedule is not PipelineSchedule.PIPEDREAM_2BW or given.microbatches >= given.pp
+        if schedule is not PipelineSchedule.PIPEDREAM_2BW or variables.microbatches >= variables.pp
     ]
-    if given.json:
+    if variables.json:
         print(json.dumps([_encode_timeline(timeline) for timeline in timelines], indent=2))
     else:
         _print_table(timelines)
-    if given.svg:
-        _draw_all(timelines, given.svg)
+    if variables.svg:
+        _draw_all(timelines, variables.svg)
     return 0
 
 
