@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 for _name in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS"):
     # Tests start make and parakit as a user does, although `make test` has started pytest.
     os.environ.pop(_name, None)
+
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+"""Without bytecode every process of a test would compile torch and Megatron anew, 2,400 files in 9 seconds."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 """Before torch is imported: threads that wait for each other take most of the time of tiny tensors."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,10 +10,12 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 
+@functools.cache
 def environment(templates: Path, *, escaped: bool = True) -> Environment:
     """Return a Jinja environment that loads the templates of a folder, and `house.css`.
 
-    An undefined variable in a template raises an error.
+    An undefined variable in a template raises an error. The environment of a folder is made once per process,
+    because it keeps the compiled templates.
 
     Args:
         templates: Folder of the templates.
