@@ -6,6 +6,7 @@ each column means. A file of the user's own measurements has the same columns, c
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from contextlib import suppress
@@ -139,6 +140,17 @@ def read_measurements(
     Raises:
         MeasurementsError: The file cannot be read, lacks a column, or has no row that can be read.
     """
+    return _read_shipped_file() if path == MEASUREMENTS_FILE else _read_file(path)
+
+
+@functools.cache
+def _read_shipped_file() -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusal, ...]]:
+    """Return what `read_measurements` returns for the shipped file, which no process changes. Reading takes 0.1 s."""
+    return _read_file(MEASUREMENTS_FILE)
+
+
+def _read_file(path: Path) -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusal, ...]]:
+    """Return and raise as `read_measurements` does."""
     measurements: list[PublishedMeasurement] = []
     unreadable: list[Refusal] = []
     for line, row in read_rows(path)[1]:
