@@ -19,7 +19,7 @@ from parakit.config.files import ROOT, read_yaml, relative_to_root
 
 FOLDER = ROOT / "docs/upstream"
 """Folder of `findings.yaml`, of patches and of reports to upstream."""
-VERSIONS = ("f4fa7d6b", "0.16.1", "0.17.1", "0.18.2", "0.19.0")
+VERSIONS = ("f4fa7d6b", "0.16.1", "0.17.1", "0.18.2", "0.19.0", "0.19.2")
 """Megatron versions and commits for which every finding is judged."""
 
 
