@@ -105,13 +105,12 @@ def find_first_error(log: ScrapedLog) -> LoggedError | None:
     causes = [error for error in trace.errors if not error.secondary]
     if exit_code is not None and -exit_code in _SILENT_SIGNALS:
         return next((error for error in causes if error.kind == SCHEDULER), None)
+    # torchrun's ChildFailedError only says that a rank failed.
     candidates = causes or [error for error in trace.errors if error.kind != "ChildFailedError"]
-    errors_of_root_cause = [
-        error
-        for error in candidates
-        if error.rank is not None and error.rank == trace.root_cause_rank
-    ]
-    return next(iter(errors_of_root_cause or candidates), None)
+    for error in candidates:
+        if error.rank is not None and error.rank == trace.root_cause_rank:
+            return error
+    return candidates[0] if candidates else None
 
 
 def describe_log_end(log: ScrapedLog) -> str:
@@ -165,9 +164,8 @@ def _classify_error(log: ScrapedLog, error: LoggedError, exit_code: int | None) 
     rank = error.rank if error.rank is not None else log.trace.root_cause_rank
     text = f"{error.kind}: {error.message}" if error.message else error.kind
     if _OUT_OF_MEMORY.search(text):
-        return StatusRecord(
-            Status.OUT_OF_MEMORY, exit_code, _describe_out_of_memory(error, rank), rank
-        )
+        reason = _describe_out_of_memory(error, rank)
+        return StatusRecord(Status.OUT_OF_MEMORY, exit_code, reason, rank)
     if _OPEN_FILES.search(text):
         subject = f"Rank {rank}" if rank is not None else "A rank"
         reason = f"{subject} was allowed no more open files ({text}); raise the limit (ulimit -n)."
@@ -211,15 +209,17 @@ _CAUSES_OF_SIGNALS = {
 
 def _describe_out_of_memory(error: LoggedError, rank: int | None) -> str:
     """Return the sentence on a rank that ran out of memory, with sizes if the error has them."""
+    subject = f"Rank {rank}" if rank is not None else "A rank"
+    text = f"{subject} ran out of memory"
     allocation = _ALLOCATION.search(error.message)
-    capacity = _CAPACITY.search(error.message)
-    text = f"{f'Rank {rank}' if rank is not None else 'A rank'} ran out of memory"
     if allocation:
         text += f" when it tried to allocate {allocation[1]}"
+    capacity = _CAPACITY.search(error.message)
     if capacity:
-        free = f", {capacity[3]} free" if capacity[3] else ""
-        text += f" ({capacity[1]} of {capacity[2]}{free})"
-    return text + "." if allocation else f"{text}: {error.message or error.kind}"
+        gpu, total, free = capacity.groups()
+        free_text = f", {free} free" if free else ""
+        text += f" ({gpu} of {total}{free_text})"
+    return f"{text}." if allocation else f"{text}: {error.message or error.kind}"
 
 
 def _describe_foreign_log(log: ScrapedLog) -> str:

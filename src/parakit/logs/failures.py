@@ -138,6 +138,7 @@ class ErrorCollector:
         """Read one line of the run, and collect the failure that it reports."""
         if self._frames:
             self._follow_traceback(line)
+        # Most lines report nothing, so they are only searched for the words of failures.
         if not self._in_epilogue and not any(word in line for word in _WORDS):
             return
         if _TRACEBACK in line:
@@ -146,22 +147,18 @@ class ErrorCollector:
                 self._frames[rank] = ""
         elif any(word in line for word in _WORDS_OF_ERRORS_WITHOUT_TRACEBACK):
             self._feed_error_without_traceback(line)
-        elif match := _UNEXPECTED_RESULT.search(line):
-            message = f"{match[4]}, at iteration {match[3]}"
-            self._add_error(match[1], message, rank=int(match[2]))
+        else:
+            self._feed_unexpected_result(line)
         if "Watchdog caught" in line:
             self._feed_timeout(line)
         self._feed_torchrun(line)
-        if match := _SIGNAL.search(line):
-            name = next(filter(None, match.groups())).replace("Terminated", "SIGTERM")
-            if name.isdecimal():
-                name = signal_name(int(name)) or f"signal {name}"
-            self._note_interruption(name)
+        self._feed_signal(line)
         if any(word in line for word in _WORDS_OF_SLURM):
             self._feed_slurm(line)
         if _SHELL_KILLED.search(line):
             self._killed_by_shell = True
-        self._ignored = self._ignored or "Exception ignored in" in line
+        if "Exception ignored in" in line:
+            self._ignored = True
 
     def trace(self) -> ErrorTrace:
         """Return the errors in the lines so far, with the rank and the exit code of the root cause."""
@@ -204,31 +201,62 @@ class ErrorCollector:
                 message = f"{source.removeprefix('assert ')} does not hold, {message}"
         self._add_error(kind, message, rank, kind in _WRAPPING_KINDS)
 
+    def _feed_unexpected_result(self, line: str) -> None:
+        """Read the report of an unexpected result, such as a loss that is NaN, with its rank and iteration."""
+        match = _UNEXPECTED_RESULT.search(line)
+        if match:
+            kind, rank, iteration, message = match.groups()
+            self._add_error(kind, f"{message}, at iteration {iteration}", rank=int(rank))
+
+    def _feed_signal(self, line: str) -> None:
+        """Read a line on a signal that the run got."""
+        match = _SIGNAL.search(line)
+        if not match:
+            return
+        # Each form of the line has its own group of the pattern.
+        text = next(group for group in match.groups() if group)
+        name = text.replace("Terminated", "SIGTERM")
+        if name.isdecimal():
+            name = signal_name(int(name)) or f"signal {name}"
+        self._note_interruption(name)
+
     def _feed_error_without_traceback(self, line: str) -> None:
         """Read a line with an error that has no Python traceback, such as a wrong option."""
         usage = _USAGE.search(line) if ": error: " in line else None
         if usage and usage[1].endswith(".py"):
-            message = f"{usage[1].rsplit('/', 1)[-1]}: {usage[2]}"
-            self._add_error("usage", message, _split_prefix(line)[0])
-        elif early := _ERROR_BEFORE_TRAINING.search(line):
+            script = usage[1].rsplit("/", 1)[-1]
+            rank, _ = _split_prefix(line)
+            self._add_error("usage", f"{script}: {usage[2]}", rank)
+            return
+        early = _ERROR_BEFORE_TRAINING.search(line)
+        if early:
+            # Docker's error has its kind and message as groups; the error of a patch has neither.
             self._add_error(early[1] or "PatchError", early[2] or early[0], None)
-        elif fatal := _FATAL.search(line):
-            text = fatal[1].split(": ", 1)[-1]
-            if not any(text in error.message for error in self._errors):
-                kind = "OutOfMemoryError" if _OUT_OF_MEMORY.search(fatal[1]) else "fatal"
-                message = fatal[1].removeprefix("torch.OutOfMemoryError: ")
-                self._add_error(kind, message, _split_prefix(line)[0])
+            return
+        fatal = _FATAL.search(line)
+        if not fatal:
+            return
+        text = fatal[1]
+        kind_and_message = text.split(": ", 1)
+        is_reported = any(kind_and_message[-1] in error.message for error in self._errors)
+        if not is_reported:
+            kind = "OutOfMemoryError" if _OUT_OF_MEMORY.search(text) else "fatal"
+            rank, _ = _split_prefix(line)
+            self._add_error(kind, text.removeprefix("torch.OutOfMemoryError: "), rank)
 
     def _feed_slurm(self, line: str) -> None:
         """Read a message of Slurm: an error, a failed task, or the cancellation of the job."""
         if _SLURM_OUT_OF_MEMORY.search(line):
             self._add_error(SCHEDULER, _HOST_MEMORY, None)
-        elif failed := _SLURM_NODE_FAILED.search(line):
-            message = f"node {failed[1]} failed" if failed[1] else "a node failed"
-            self._add_error(SCHEDULER, message, None)
+            return
+        node_failure = _SLURM_NODE_FAILED.search(line)
+        if node_failure:
+            node = node_failure[1]
+            self._add_error(SCHEDULER, f"node {node} failed" if node else "a node failed", None)
         elif _SLURM_TASK_FAILED.search(line):
             self._task_failed = True
-        elif not self._task_failed:  # After a failed task Slurm cancels the step as a consequence.
+        elif not self._task_failed:
+            # After a failed task Slurm cancels the step as a consequence.
             self._feed_cancellation(line)
 
     def _feed_cancellation(self, line: str) -> None:
@@ -250,8 +278,9 @@ class ErrorCollector:
         match = _NCCL_TIMEOUT.search(text)
         if match is None or rank in self._timed_out:
             return
-        number = f" no. {match[1]}" if match[1] else ""
-        message = f"it waited {int(match[3]) / 1000:.0f} s in {match[2]}{number}"
+        sequence_number, operation, milliseconds = match.groups()
+        number_text = f" no. {sequence_number}" if sequence_number else ""
+        message = f"it waited {int(milliseconds) / 1000:.0f} s in {operation}{number_text}"
         if self._errors and self._errors[-1].message.startswith(_TERMINATED):
             # The line before only says that C++ terminated, and this line says why.
             self._errors.pop()

@@ -139,19 +139,25 @@ def _join_extra_metrics(
 
 def make_columns(lines: Sequence[Iteration]) -> Columns:
     """Return lines as columns. A field without any value gets no column. Integers must be below 2**63."""
+    values: dict[str, list[Any]] = {}
+    for name in _FIELDS:
+        values[name] = list(map(operator.attrgetter(name), lines))
+    extra_names: set[str] = set()
+    for line in lines:
+        extra_names.update(line.extra_metrics or ())
+    for name in sorted(extra_names):
+        column_name = EXTRA_METRIC_PREFIX + name
+        values[column_name] = [(line.extra_metrics or {}).get(name) for line in lines]
     columns = Columns(len(lines))
-    values = {name: list(map(operator.attrgetter(name), lines)) for name in _FIELDS}
-    for name in sorted({name for line in lines for name in line.extra_metrics or ()}):
-        values[EXTRA_METRIC_PREFIX + name] = [
-            (line.extra_metrics or {}).get(name) for line in lines
-        ]
     for name, column in values.items():
-        if any(value is not None and value is not False for value in column):
-            known = [value is not None for value in column]
-            if not all(known):
-                columns.known[name] = np.array(known)
-            plain = [0 if value is None else value for value in column]
-            columns.values[name] = np.array(plain, dtype=find_dtype(name))
+        has_value = any(value is not None and value is not False for value in column)
+        if not has_value:
+            continue
+        known = [value is not None for value in column]
+        if not all(known):
+            columns.known[name] = np.array(known)
+        plain = [0 if value is None else value for value in column]
+        columns.values[name] = np.array(plain, dtype=find_dtype(name))
     return columns
 
 
@@ -223,7 +229,7 @@ class IterationTable(Sequence[Iteration]):
         """Return the milliseconds of each iteration, from a column with a clock or with a sum of seconds.
 
         The result is NaN for the first line, for the first line after a restart, and where the seconds do not rise.
-        If iterations between two lines are missing, it is their mean time.
+        If iterations between two lines are missing, the later line gets the mean time of all of them.
         """
         times = np.full(len(self), np.nan)
         if len(self) < 2:

@@ -119,18 +119,24 @@ def learn_layout(line: bytes, format_: LineFormat) -> LineLayout | None:
         return None
     parts = sorted(iterations[0].fields, key=lambda part: part.start)
     names = [part.field for part in parts if part.field]
-    if len(set(names)) < len(names) or any(part.start >= part.stop for part in parts):
+    are_names_repeated = len(set(names)) < len(names)
+    if are_names_repeated or any(part.start >= part.stop for part in parts):
         return None
     layout = _make_layout(line, parts)
-    if layout is None:
+    if layout is None or not _reads_like_dialect(layout, line, parts):
         return None
-    # The layout must give the same numbers for the line as the dialect.
+    return layout
+
+
+def _reads_like_dialect(layout: LineLayout, line: bytes, parts: Sequence[LineField]) -> bool:
+    """Return True if a layout gives the same numbers for its own line as the dialect, which gave `parts`."""
     has_layout, columns = layout.read(np.frombuffer(line, np.uint8)[np.newaxis])
+    if not has_layout[0]:
+        return False
     number_fields = {number.field for number in layout.numbers}
-    is_equal = all(
+    return all(
         columns[part.field][0] == part.value for part in parts if part.field in number_fields
     )
-    return layout if has_layout[0] and is_equal else None
 
 
 def _make_layout(line: bytes, parts: Sequence[LineField]) -> LineLayout | None:
@@ -176,21 +182,23 @@ def _locate_number(part: LineField, line: bytes) -> _Number | None:
     match = _NUMBER.match(line, part.start, part.stop)
     if match is None:
         return None
+    blank, _, fraction_text, exponent_sign, exponent_text = match.groups()
     # The first blank separates the name from the number. Other blanks may be digits in another line.
-    start, stop = part.start + bool(match[1]), match.end(2)
-    fraction = np.arange(*match.span(3)) if match[3] else np.zeros(0, np.intp)
+    start = part.start + 1 if blank else part.start
+    stop = match.end(2)
+    fraction = np.arange(*match.span(3)) if fraction_text else np.zeros(0, np.intp)
     digits = np.concatenate([np.arange(start, stop), fraction])
-    if len(digits) > _MAX_DIGITS or (
-        part.field in _ITERATION_NUMBERS and stop - start > _MAX_ITERATION_DIGITS
-    ):
+    if len(digits) > _MAX_DIGITS:
+        return None
+    if part.field in _ITERATION_NUMBERS and stop - start > _MAX_ITERATION_DIGITS:
         return None
     return _Number(
         part.field,
         digits,
-        slice(start, stop),
-        part.power - len(fraction),
-        np.arange(*match.span(5)) if match[5] else None,
-        -1 if match[4] == b"-" else 1,
+        padded=slice(start, stop),
+        shift=part.power - len(fraction),
+        exponent=np.arange(*match.span(5)) if exponent_text else None,
+        sign=-1 if exponent_sign == b"-" else 1,
     )
 
 

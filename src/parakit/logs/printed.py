@@ -69,12 +69,11 @@ def parse_printed_spec(
 
 def _has_possible_sizes(spec: RunSpec) -> bool:
     """Return True if the sizes of model, parallelism and batch are possible. Other sizes show a damaged log."""
-    parts = (spec.shape, spec.parallelism, spec.batch)
-    sizes = [size for part in parts for size in _list_integers(part)]
-    split = spec.parallelism
-    least = min(split.expert, split.virtual_stages, *_list_integers(spec.batch))
-    is_in_range = least >= 1 and min(sizes) >= 0 and max(sizes) <= _LARGEST
-    return is_in_range and 0 <= spec.dropout <= 1
+    split, batch_sizes = spec.parallelism, _list_integers(spec.batch)
+    if min(split.expert, split.virtual_stages, *batch_sizes) < 1:
+        return False
+    sizes = [*_list_integers(spec.shape), *_list_integers(split), *batch_sizes]
+    return min(sizes) >= 0 and max(sizes) <= _LARGEST and 0 <= spec.dropout <= 1
 
 
 def _list_integers(part: object) -> list[int]:
@@ -118,14 +117,26 @@ def _do_degrees_fit_ranks(arguments: Mapping[str, str]) -> bool:
     number is below 1, if the tensor-parallel size is missing, or if the numbers of ranks and of data-parallel
     ranks are both missing.
     """
-    texts = [arguments.get(name, "").strip() for name in (*_DEGREES, *_RANKS)]
-    numbers = [int(text) if re.fullmatch(r"-?\d{1,9}", text) else None for text in texts]
-    *degrees, world, data = numbers
-    known = [number for number in numbers if number is not None]
-    if degrees[0] is None or (world is None and data is None) or min(known) < 1:
+    degrees = [_read_integer(arguments, name) for name in _DEGREES]
+    world, data = [_read_integer(arguments, name) for name in _RANKS]
+    tensor = degrees[0]
+    if tensor is None or (world is None and data is None):
         return False
-    ranks = math.prod(degree or 1 for degree in degrees)
-    return world is None or (world % ranks == 0 and data in (None, world // ranks))
+    stated = [number for number in (*degrees, world, data) if number is not None]
+    if min(stated) < 1:
+        return False
+    if world is None:
+        return True
+    ranks_per_replica = math.prod(degree for degree in degrees if degree is not None)
+    if world % ranks_per_replica:
+        return False
+    return data is None or data == world // ranks_per_replica
+
+
+def _read_integer(arguments: Mapping[str, str], name: str) -> int | None:
+    """Return an argument as an integer of at most nine digits; None if it is missing or has another form."""
+    text = arguments.get(name, "").strip()
+    return int(text) if re.fullmatch(r"-?\d{1,9}", text) else None
 
 
 def drop_unreadable_values(arguments: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
@@ -207,16 +218,17 @@ _OTHER_DEVICES = re.compile(
 """Devices whose peak rates are unknown here. Their names keep their runs from being compared with others."""
 
 
-@cache
 def _load_device_names() -> tuple[dict[str, str], re.Pattern[str]]:
     """Return the names of known devices by their spelling in lower case, and a pattern that finds NVIDIA's names.
 
     The pattern has longer names first, because a longer name may begin with a shorter one.
     """
-    devices = load_hardware().devices.values()
-    names = {
-        name.casefold(): device.nvml_names[0] for device in devices for name in device.nvml_names
-    }
-    driver_names = (name for name in names if name.startswith(("nvidia", "tesla")))
-    gpus = sorted(driver_names, key=len, reverse=True)
-    return names, re.compile(rf"(?:{'|'.join(map(re.escape, gpus))})(?![\w-])", re.IGNORECASE)
+    names: dict[str, str] = {}
+    for device in load_hardware().devices.values():
+        for spelling in device.nvml_names:
+            names[spelling.casefold()] = device.nvml_names[0]
+    gpus = [spelling for spelling in names if spelling.startswith(("nvidia", "tesla"))]
+    gpus.sort(key=len, reverse=True)
+    alternatives = "|".join(re.escape(gpu) for gpu in gpus)
+    # A longer word is another name.
+    return names, re.compile(rf"(?:{alternatives})(?![\w-])", re.IGNORECASE)

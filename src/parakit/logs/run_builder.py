@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from parakit.logs.dialects import ParsedIteration, load_dialects
 from parakit.logs.failures import ErrorCollector
-from parakit.logs.iterations import Columns, TableBuilder
+from parakit.logs.iterations import Columns, IterationTable, TableBuilder
 from parakit.logs.lines import make_printable
 from parakit.logs.scraped import (
     ArgumentList,
@@ -41,6 +42,9 @@ _MAX_FACTS = 20_000
 _MAX_NAMES = 2_000
 _MAX_REMARKS = 200
 _MAX_REMARK = 120
+_MAX_NOTED_RESTARTS = 20
+_MAX_LINES_OF_INTERVAL = 1000
+"""First lines of a run whose distances show how many iterations there are per line."""
 _STAMP = re.compile(r"^[\s\d:.,/T\[\]+-]{8,40}(?=[A-Za-z])")
 _FIGURES_OF_ITERATION = attrgetter(
     "iteration", "elapsed_ms", "lm_loss", "consumed_samples", "grad_norm"
@@ -57,16 +61,29 @@ _KEYS: dict[type[Any], Callable[[Any], Any]] = {
 """Functions that return the key of a fact. Of facts with one key the last counts; other kinds have no key."""
 
 
+def _find_log_interval(arguments: Mapping[str, str], iterations: IterationTable) -> int | None:
+    """Return the number of iterations per line: as printed, or else the usual distance of the first lines.
+
+    None means that no argument states the interval and that there are fewer than two lines.
+    """
+    printed_interval = arguments.get("log_interval", "")
+    if printed_interval.isdecimal():
+        return int(printed_interval)
+    distances = np.diff(iterations.numbers[:_MAX_LINES_OF_INTERVAL]).tolist()
+    if not distances:
+        return None
+    [(usual_interval, _)] = Counter(distances).most_common(1)
+    return int(usual_interval)
+
+
 class RunBuilder:
     """Builder of one run of a log. It gets the run's lines and iterations, and `build` returns the run."""
 
     def __init__(self) -> None:
-        self._event_readers = [
-            (reader.mark, reader.read) for dialect in load_dialects() for reader in dialect.events
-        ]
-        self._unread_trainers = [
-            trainer for dialect in load_dialects() for trainer in dialect.unread
-        ]
+        dialects = load_dialects()
+        readers = chain.from_iterable(dialect.events for dialect in dialects)
+        self._event_readers = [(reader.mark, reader.read) for reader in readers]
+        self._unread_trainers = list(chain.from_iterable(dialect.unread for dialect in dialects))
         self.iterations = TableBuilder()
         self._lines_since_start = 0
         self._paused = False
@@ -234,20 +251,8 @@ class RunBuilder:
         """
         iterations, replaced = self.iterations.build()
         iterations = iterations.derive_times()
-        all_notes = [
-            f"restarted at iteration {first}; of repeated iterations the later line counts"
-            for first in self._restarts[:20]
-        ]
-        if self._overflow:
-            all_notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
-        # Arguments outside of the list count only if there is a list.
-        more_arguments = {fact.name: fact.value for fact in self._list_facts(MoreArgument)}
-        arguments = {fact.name: fact.value for fact in self._list_facts(PrintedArgument)}
-        if self._listed:
-            arguments |= self._listed | more_arguments
-        printed_interval = arguments.get("log_interval", "")
-        intervals = Counter(np.diff(iterations.numbers[:1000]).tolist())
-        usual_interval = intervals.most_common(1)[0][0] if intervals else None
+        arguments = self._join_arguments()
+        parameters = sorted(self._list_facts(ParameterCount), key=_KEYS[ParameterCount])
         return ScrapedLog(
             path=path,
             part=part,
@@ -256,27 +261,49 @@ class RunBuilder:
             iterations=iterations,
             restarts=tuple(self._restarts),
             replaced=replaced,
-            parameters=tuple(sorted(self._list_facts(ParameterCount), key=_KEYS[ParameterCount])),
+            parameters=tuple(parameters),
             memory=self._list_facts(MemoryReading),
             theoretical_memory=next(iter(self._list_facts(TheoreticalMemory)), None),
             theoretical_parameters_billions={
                 fact.label: fact.billions for fact in self._list_facts(TheoreticalParameters)
             },
-            timers=tuple(
-                Timer(name, count, low / count, high / count)
-                for name, (count, low, high) in (self._early_timers | self._timers).items()
-            ),
+            timers=self._average_timers(),
             validation=self._list_facts(Validation),
             checkpoints=self._list_facts(CheckpointEvent),
             remarks=tuple(self._remarks.values()),
             arguments=arguments,
             other_trainer=None if iterations else self._trainer,
-            log_interval=int(printed_interval) if printed_interval.isdecimal() else usual_interval,
+            log_interval=_find_log_interval(arguments, iterations),
             exit_reason=next((fact.reason for fact in self._list_facts(Ending)), None),
             trace=self._errors.trace(),
             first_seen=self._first_seen,
-            notes=(*all_notes, *notes),
+            notes=(*self._list_notes(), *notes),
         )
+
+    def _join_arguments(self) -> dict[str, str]:
+        """Return the printed arguments by name. Arguments outside of the list count only if there is a list."""
+        arguments = {fact.name: fact.value for fact in self._list_facts(PrintedArgument)}
+        if self._listed:
+            arguments |= self._listed
+            arguments |= {fact.name: fact.value for fact in self._list_facts(MoreArgument)}
+        return arguments
+
+    def _average_timers(self) -> tuple[Timer, ...]:
+        """Return the mean of each timer. A timer of the first lines after a start has a mean if no others follow."""
+        timers = []
+        for name, (count, low, high) in (self._early_timers | self._timers).items():
+            timers.append(Timer(name, count, low / count, high / count))
+        return tuple(timers)
+
+    def _list_notes(self) -> list[str]:
+        """Return a sentence per restart, at most _MAX_NOTED_RESTARTS, and one on lines beyond MAX_ITERATIONS."""
+        notes = [
+            f"restarted at iteration {first}; of repeated iterations the later line counts"
+            for first in self._restarts[:_MAX_NOTED_RESTARTS]
+        ]
+        if self._overflow:
+            notes.append(f"only the first {MAX_ITERATIONS} iterations were read")
+        return notes
 
     def _take_fact(self, fact: Fact) -> None:
         """Store a fact. A timer is added to its sum, and some facts change the state of the builder instead."""

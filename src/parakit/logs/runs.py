@@ -233,21 +233,12 @@ def load_folder(folder: Path) -> Run:
     """Load a run folder. Files that are missing or damaged are listed in the run's notes."""
     notes: list[str] = []
     record = _read_file(folder / records.RUN_FILE, records.read_run, notes)
-    status = _read_file(folder / records.STATUS_FILE, records.read_status, notes)
+    recorded_status = _read_file(folder / records.STATUS_FILE, records.read_status, notes)
     path = folder / records.LOG_FILE
     log = scrape_runs(path)[-1] if path.is_file() else ScrapedLog(str(path))
     if not log.iterations:
         log = log_from_tensorboard(folder / records.TENSORBOARD_FOLDER, log)
-    if status is None and not path.is_file():
-        status = StatusRecord(Status.NO_LOG, None, "No log.txt.")
-    elif status is None:
-        status = classify_log(log)
-    elif status.status is Status.INCOMPLETE and records.looks_alive(folder):
-        planned = f" of {record.exit_interval}" if record else ""
-        reached = log.iterations[-1].iteration if log.iterations else 0
-        status = StatusRecord(Status.RUNNING, None, f"iteration {reached}{planned}")
-    elif status.status is not Status.OK and not status.reason:
-        status = replace(status, reason=classify_log(log, status.exit_code).reason)
+    status = _find_status(folder, recorded_status, record, log)
     ledgers, ledger_notes = read_all_measurements(folder)
     before, replaced = _read_parent(folder, record, notes)
     notes += [*ledger_notes, *log.notes]
@@ -269,6 +260,33 @@ def load_folder(folder: Path) -> Run:
         replaced_iterations=(*replaced, *log.replaced),
     )
     return _add_record(run, record) if record else _add_printed(run)
+
+
+def _find_status(
+    folder: Path, recorded: StatusRecord | None, record: RunRecord | None, log: ScrapedLog
+) -> StatusRecord:
+    """Return the status of a run folder.
+
+    It is the recorded status, with a reason from the log if the record has none. Without a recorded status, the log
+    decides. An incomplete run whose processes look alive is running.
+
+    Args:
+        folder: The run folder.
+        recorded: Contents of `status.json`; None if the file is missing or damaged.
+        record: Contents of `run.json`; None if the file is missing or damaged.
+        log: The run's log.
+    """
+    if recorded is None:
+        if (folder / records.LOG_FILE).is_file():
+            return classify_log(log)
+        return StatusRecord(Status.NO_LOG, None, "No log.txt.")
+    if recorded.status is Status.INCOMPLETE and records.looks_alive(folder):
+        planned = f" of {record.exit_interval}" if record else ""
+        reached = log.iterations[-1].iteration if log.iterations else 0
+        return StatusRecord(Status.RUNNING, None, f"iteration {reached}{planned}")
+    if recorded.status is not Status.OK and not recorded.reason:
+        return replace(recorded, reason=classify_log(log, recorded.exit_code).reason)
+    return recorded
 
 
 def load_log(path: Path) -> list[Run]:
@@ -316,9 +334,11 @@ def _read_parent(
     iterations after the checkpoint. Both are empty if the run did not resume from another run, or if the log of
     that run is missing. Remarks on this are added to `notes`.
     """
-    origin = record.resumptions[0] if record and record.resumptions else None
+    if record is None or not record.resumptions:
+        return (), ()
+    origin = record.resumptions[0]
     # Names begin with the time, so a parent's name comes first. Another name is no parent's.
-    if not origin or not record or origin.run >= record.run or Path(origin.run).name != origin.run:
+    if origin.run >= record.run or Path(origin.run).name != origin.run:
         return (), ()
     parent = folder.parent / origin.run
     notes.append(f"resumes from iteration {origin.iteration} of {origin.run}")
@@ -327,8 +347,8 @@ def _read_parent(
         return (), ()
     run = load_folder(parent)
     iterations = (*run.earlier_iterations, *run.log.iterations)
-    end = bisect_right(iterations, origin.iteration, key=lambda line: line.iteration)
-    return iterations[:end], iterations[end:]
+    num_before = bisect_right(iterations, origin.iteration, key=lambda line: line.iteration)
+    return iterations[:num_before], iterations[num_before:]
 
 
 def _add_printed(run: Run) -> Run:
@@ -337,15 +357,23 @@ def _add_printed(run: Run) -> Run:
     if not arguments:
         return run
     flags = Flags(flags_from_printed_arguments(arguments))
-    data = " ".join(flags.texts("--data-path")) or ("mock" if flags.has("--mock-data") else "")
+    data = " ".join(flags.texts("--data-path"))
+    if not data and flags.has("--mock-data"):
+        data = "mock"
+    start_checkpoint = None
+    if flags.has("--finetune"):
+        # Only with --finetune the loaded weights are initial ones. Otherwise the run resumed from its own.
+        start_checkpoint = flags.text("--load") or None
+    notes = run.notes
+    if unread:
+        notes += (f"{', '.join(unread)} cannot be read",)
     return replace(
         run,
         spec=parse_printed_spec(arguments, run.window.global_batch_size),
         dataset=DatasetIdentity(data) if data else None,
-        # Only with --finetune the loaded weights are initial ones. Otherwise the run resumed from its own.
-        start_checkpoint=flags.text("--load") or None if flags.has("--finetune") else None,
+        start_checkpoint=start_checkpoint,
         arguments=arguments,
-        notes=run.notes + ((f"{', '.join(unread)} cannot be read",) if unread else ()),
+        notes=notes,
     )
 
 

@@ -153,8 +153,9 @@ class _Scraper:
     def _choose_run(self, iteration: int) -> None:
         """Set `_run` to the run that an iteration belongs to.
 
-        It stays the current run if the iteration number does not fall. If the number falls, but not to the run's
-        first number, the run has restarted. Otherwise a new run begins.
+        An iteration whose number does not fall belongs to the current run, unless the log shows a start before it.
+        After a start, or if the number falls, the current run goes on if the number is above the run's first
+        number: the run was restarted. Otherwise a new run begins.
         """
         first, last = self._run.iterations.first, self._run.iterations.last
         if self._pending is None and (last is None or iteration >= last.iteration):

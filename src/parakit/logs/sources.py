@@ -74,10 +74,12 @@ def read_samples(path: Path) -> DeviceSamples:
         return DeviceSamples()
     rows_by_rank: dict[int, list[dict[str, str]]] = {}
     with path.open(newline="", errors="replace") as file:
+        lines_without_nul = (line.replace("\0", "") for line in file)
         try:
-            for row in csv.DictReader(line.replace("\0", "") for line in file):
+            for row in csv.DictReader(lines_without_nul):
                 rank = row.get("rank") or ""
-                if rank.isdecimal() and _parse_column([row], "seconds") != (None,):
+                (seconds,) = _parse_column([row], "seconds")
+                if rank.isdecimal() and seconds is not None:
                     rows_by_rank.setdefault(int(rank), []).append(row)
         except csv.Error:
             pass  # A damaged line ends the reading; the lines before it count.
@@ -164,9 +166,8 @@ def read_all_measurements(folder: Path) -> tuple[RankMeasurements, list[str]]:
         communication if communication and communication.ranks else None,
         routing if routing and routing.ranks else None,
     )
-    return measurements, list(
-        filter(None, (memory_problem, communication_problem, routing_problem))
-    )
+    problems = (memory_problem, communication_problem, routing_problem)
+    return measurements, [problem for problem in problems if problem]
 
 
 def _read_record[T](folder: Path, kind: type[T], name: str) -> tuple[T | None, str]:

@@ -321,10 +321,19 @@ def make_memory_reading(
     """Return the memory of a rank, from sizes in MiB; None if a size is too large to be true.
 
     NaN and infinity are accepted, because some platforms print them.
+
+    Args:
+        rank: Digits of the rank.
+        after: Digits of the iteration after which the memory was read; None or empty if the line states none.
+        sizes: The sizes in the order of `MemoryReading`.
     """
     memory = MemoryReading(int(rank), int(after) if after else None, *sizes)
-    largest = (memory.max_allocated_mib, memory.max_reserved_mib, memory.device_used_mib or 0.0)
-    return None if any(_MAX_MIB < size < math.inf for size in largest) else memory
+    printed_sizes = [memory.max_allocated_mib, memory.max_reserved_mib]
+    if memory.device_used_mib:
+        printed_sizes.append(memory.device_used_mib)
+    if any(_MAX_MIB < size < math.inf for size in printed_sizes):
+        return None
+    return memory
 
 
 def add_present_names(

@@ -186,9 +186,14 @@ class _Units:
         return (trained, last) if trained > 0 and last > 0 else None
 
     def _scale_between(self, begin: float, previous_end: float) -> float | None:
-        """Return the factor from the unit of beginnings to the unit of ends, by a block's beginning and the last end.
+        """Return the factor from the unit of beginnings to the unit of ends.
 
-        The two are the same moment. None means that no pair of units explains their counts.
+        A block begins when the block before it ends, so both counts are of the same moment. None means that no pair
+        of units explains the counts.
+
+        Args:
+            begin: Count at the beginning of a block.
+            previous_end: Count at the end of the block before.
         """
         if begin == previous_end:
             return 1.0
