@@ -153,17 +153,22 @@ def _explain_stage_problem(spec: RunSpec, problem: str) -> str:
     """
     parallelism, layers = spec.parallelism, spec.shape.layers
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
-    stages = f"PP {pipeline}" + (f" x {virtual} virtual stages" if virtual > 1 else "")
-    degrees = _choices([degree for degree in _degrees(layers) if layers % (degree * virtual) == 0])
-    # Pipelines of plain PyTorch place layers evenly only, so unequal stages are no way out there.
-    uneven = None if parallelism.schedule else find_uneven_split(layers, pipeline, virtual)
-    flags = f", or {' '.join(uneven.flags)}" if uneven else ""
+    stages = f"PP {pipeline}"
+    if virtual > 1:
+        stages += f" x {virtual} virtual stages"
+    possible = [degree for degree in _degrees(layers) if layers % (degree * virtual) == 0]
+    remedy = f"use a PP of {_choices(possible)}"
+    if not parallelism.schedule:
+        # Pipelines of plain PyTorch place layers evenly only, so unequal stages are no way out there.
+        uneven = find_uneven_split(layers, pipeline, virtual)
+        if uneven:
+            remedy += f", or {' '.join(uneven.flags)}"
     if spec.stages == EVEN_SPLIT:
         reason = f"which {stages} does not divide"
     else:
         split = " ".join(spec.stages.flags) or "the most even split"
         reason = f"which {split} cannot place on {stages}: {problem}"
-    return f"{_model_name(spec)} has {layers} layers, {reason}; use a PP of {degrees}{flags}."
+    return f"{_model_name(spec)} has {layers} layers, {reason}; {remedy}."
 
 
 def _context_rules(spec: RunSpec) -> Iterator[str]:

@@ -83,5 +83,10 @@ def _hybrid_ep_bytes(spec: RunSpec, ranks: int) -> int:
     states, the probabilities of all experts, and scales. Dispatch and combine share the buffers of hidden states
     and probabilities (branch hybrid-ep of DeepEP at 94a9f8f, `csrc/hybrid_ep/buffer/intranode.cu`).
     """
-    tokens, hidden = ranks * (spec.micro_batch_tokens // spec.sequence_shards), _hidden(spec)
-    return tokens * (2 * hidden + 4 * spec.shape.experts + 4 * (hidden // 128))
+    tokens = ranks * (spec.micro_batch_tokens // spec.sequence_shards)
+    hidden = _hidden(spec)
+    hidden_bytes = 2 * hidden
+    probability_bytes = 4 * spec.shape.experts
+    # FP8 has one scale per 128 elements of the hidden state.
+    scale_bytes = 4 * (hidden // 128)
+    return tokens * (hidden_bytes + probability_bytes + scale_bytes)

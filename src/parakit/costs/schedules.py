@@ -201,20 +201,22 @@ def _run_steps(
     end_by_step: dict[tuple[int, Step], float] = {}
     free_at, next_index = [start] * pipeline, [0] * pipeline
     events: list[Event] = []
-    remaining = sum(map(len, steps_by_worker))
+    remaining = sum(len(steps) for steps in steps_by_worker)
     while remaining:
         remaining_before = remaining
         for worker, steps in enumerate(steps_by_worker):
             while next_index[worker] < len(steps):
                 step = steps[next_index[worker]]
                 source = _find_source(step, worker, pipeline, virtual)
-                input_arrives = 0.0
-                if source is not None:
-                    if source not in end_by_step:
-                        # The worker waits. Other workers run on until they have sent its input.
-                        break
-                    is_message = source[0] != worker
-                    input_arrives = end_by_step[source] + transfer * is_message
+                if source is None:
+                    input_arrives = 0.0
+                elif source in end_by_step:
+                    source_worker, _ = source
+                    delay = transfer if source_worker != worker else 0.0
+                    input_arrives = end_by_step[source] + delay
+                else:
+                    # The worker waits. Other workers run on until they have sent its input.
+                    break
                 begin = max(free_at[worker], input_arrives)
                 end = begin + seconds[step.direction]
                 end_by_step[worker, step] = free_at[worker] = end

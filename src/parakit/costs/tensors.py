@@ -133,15 +133,16 @@ def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
     Of the routed experts, only those to which a token is routed count. The vocabulary is padded for `tensor`
     tensor-parallel ranks.
     """
-    idle = shape.experts - shape.experts_per_token if shape.experts else 0
+    if not shape.experts:
+        return total_parameters(shape, tensor)
+    idle_experts = shape.experts - shape.experts_per_token
     expert = _parameters(_mlp_tensors(_routed(shape), "experts", shape.expert_ffn_hidden, 1))
-    layers = sum(
-        count * times
-        for count, layer in shape.count_layers_by_kind(shape.stored_mtp_layers)
-        for times, kind in layer.block_shapes
-        if kind.experts
-    )
-    return total_parameters(shape, tensor) - layers * idle * expert.total
+    expert_layers = 0
+    for count, layer in shape.count_layers_by_kind(shape.stored_mtp_layers):
+        for times, block in layer.block_shapes:
+            if block.experts:
+                expert_layers += count * times
+    return total_parameters(shape, tensor) - expert_layers * idle_experts * expert.total
 
 
 def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
@@ -187,24 +188,36 @@ def distinct_weight_elements(spec: RunSpec, pipeline_rank: int) -> int:
 
     Biases and the output layer are counted too.
     """
-    shape, last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
-    held = zip(_held_layers(spec.stage_layout_spec, pipeline_rank), shape.layer_kinds, strict=True)
-    kinds = [kind for counts, (layer, _) in held if any(counts) for _, kind in layer.block_shapes]
-    if last and shape.mtp_layers:
-        kinds.append(shape.with_only_block(MTP))
-    table = spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
-    return table * last + _unlike_elements(tuple(kinds), _degrees(spec))
+    shape, is_last = spec.trained_shape, pipeline_rank == spec.parallelism.pipeline - 1
+    counts_by_kind = _held_layers(spec.stage_layout_spec, pipeline_rank)
+    blocks: list[ModelShape] = []
+    for counts, (layer, _) in zip(counts_by_kind, shape.layer_kinds, strict=True):
+        if any(counts):
+            blocks += [block for _, block in layer.block_shapes]
+    if is_last and shape.mtp_layers:
+        blocks.append(shape.with_only_block(MTP))
+    elements = _distinct_elements(tuple(blocks), _degrees(spec))
+    if is_last:
+        # The last rank holds the output layer.
+        elements += spec.padded_vocabulary * shape.hidden // spec.parallelism.tensor
+    return elements
 
 
 @lru_cache(maxsize=256)
-def _unlike_elements(kinds: tuple[ModelShape, ...], degrees: tuple[int, int, int]) -> int:
-    """Return the number of elements of the linear layers of these kinds of layers.
+def _distinct_elements(blocks: tuple[ModelShape, ...], degrees: tuple[int, int, int]) -> int:
+    """Return the number of elements of the linear layers of these blocks.
 
-    Each distinct tensor counts once, even if several kinds of layers have it.
+    Each distinct tensor counts once, even if several blocks have it. If a block has several tensors of one size,
+    all of them count.
+
+    Args:
+        blocks: Shapes of the blocks.
+        degrees: Sizes of TP, EP and ETP.
     """
     distinct: Counter[tuple[str, int]] = Counter()
-    for kind in kinds:
-        tensors = _layer_tensors(kind, *degrees)
+    for block in blocks:
+        tensors = _layer_tensors(block, *degrees)
+        # The union of two counters has the larger of both counts.
         distinct |= Counter(
             (item.component, item.elements) for item in tensors if item.component in _LINEAR
         )
@@ -317,15 +330,14 @@ def _layer_tensors(
         expert: Expert-parallel size.
         expert_tensor: Expert-tensor-parallel size.
     """
+    tensors: list[_Tensor] = []
     if len(shape.blocks) > 1:
-        kinds = (
-            _layer_tensors(kind, tensor, expert, expert_tensor) * times
-            for times, kind in shape.block_shapes
-        )
-        return tuple(tensors for kind in kinds for tensors in kind if tensors.elements)
-    tensors = [
-        _Tensor("norms", size, partial=True) for size in _norm(shape) * shape.norms_per_layer
-    ]
+        for times, block in shape.block_shapes:
+            block_tensors = _layer_tensors(block, tensor, expert, expert_tensor)
+            tensors += [item for item in block_tensors if item.elements] * times
+        return tuple(tensors)
+    for size in _norm(shape) * shape.norms_per_layer:
+        tensors.append(_Tensor("norms", size, partial=True))
     if shape.blocks == MAMBA and shape.mamba:
         tensors += _mamba_tensors(shape, shape.mamba, tensor)
     elif shape.blocks == LINEAR and shape.linear:
@@ -520,6 +532,7 @@ def _stage_of(
     Results are cached by the arguments.
 
     Args:
+        shape: Shape of the model.
         degrees: Sizes of TP, EP, ETP and PP.
         held: Number of layers of each kind on the stage.
         first: True for the first stage.
@@ -527,20 +540,14 @@ def _stage_of(
     """
     tensor, expert, expert_tensor, pipeline = degrees
     table = shape.padded_vocabulary(tensor) * shape.hidden // tensor
-    tensors = (
-        *_end_tensors(shape, table, tensor, pipeline, first, last),
-        *(
-            layer_tensor._replace(copies=count * layer_tensor.copies)
-            for count, (kind, _) in zip(held, shape.layer_kinds, strict=True)
-            for layer_tensor in _layer_tensors(kind, tensor, expert, expert_tensor)
-        ),
-    )
-    partial = sum(
-        layer_tensor.copies * layer_tensor.elements
-        for layer_tensor in tensors
-        if layer_tensor.partial
-    )
-    return _Stage(tensors, _parameters(tensors), partial)
+    tensors = list(_end_tensors(shape, table, tensor, pipeline, first, last))
+    for count, (kind, _) in zip(held, shape.layer_kinds, strict=True):
+        tensors += [
+            item._replace(copies=count * item.copies)
+            for item in _layer_tensors(kind, tensor, expert, expert_tensor)
+        ]
+    partial_elements = sum(item.copies * item.elements for item in tensors if item.partial)
+    return _Stage(tuple(tensors), _parameters(tensors), partial_elements)
 
 
 @lru_cache(maxsize=256)

@@ -75,14 +75,17 @@ def _router_losses(spec: RunSpec, megatron: MegatronVersion) -> Iterator[Collect
     z-loss is yielded only if the model has a z-loss. Megatron f4fa7d6b does not reduce the z-loss over the
     tensor-parallel ranks.
     """
-    everywhere = (Group.PIPELINE, Group.DATA_CONTEXT)
     layers = (spec.shape.layers + spec.shape.mtp_layers) * max(1, len(spec.shape.blocks))
-    own_groups = (Group.TENSOR_CONTEXT,) if spec.shape.load_balancing else ()
-    logged = [("load-balancing loss of each layer", (*own_groups, *everywhere))]
+    balancing_groups = [Group.PIPELINE, Group.DATA_CONTEXT]
+    if spec.shape.load_balancing:
+        balancing_groups.insert(0, Group.TENSOR_CONTEXT)
+    groups_by_loss = {"load-balancing loss of each layer": balancing_groups}
     if spec.shape.router_z_loss:
-        stage = () if megatron is MegatronVersion.F4FA7D6B else (Group.TENSOR_DATA_CONTEXT,)
-        logged.append(("z-loss of each layer", (*stage, *everywhere)))
-    for description, groups in logged:
+        z_groups = [Group.PIPELINE, Group.DATA_CONTEXT]
+        if megatron is not MegatronVersion.F4FA7D6B:
+            z_groups.insert(0, Group.TENSOR_DATA_CONTEXT)
+        groups_by_loss["z-loss of each layer"] = z_groups
+    for description, groups in groups_by_loss.items():
         for group in groups:
             yield _all_reduce_numbers(spec, group, description, _ROUTER, numbers=layers)
 

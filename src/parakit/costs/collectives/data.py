@@ -78,9 +78,14 @@ def _bucket_groups(spec: RunSpec, pipeline_rank: int) -> Iterator[tuple[Group, i
     ranks = group_size(spec.parallelism, Group.DATA_CONTEXT)
     expert_ranks = group_size(spec.parallelism, Group.EXPERT_DATA)
     for stage, chunk in enumerate(chunk_buffers(spec, pipeline_rank)):
-        shared = [bucket_elements(buffer, ranks) for buffer in (chunk.untied, chunk.tied)]
-        for elements in shared if stage == 0 else [sum(shared)]:
-            yield Group.DATA_CONTEXT, elements
+        untied = bucket_elements(chunk.untied, ranks)
+        tied = bucket_elements(chunk.tied, ranks)
+        if stage == 0:
+            # The tied tensors of the first virtual stage have a call of their own.
+            yield Group.DATA_CONTEXT, untied
+            yield Group.DATA_CONTEXT, tied
+        else:
+            yield Group.DATA_CONTEXT, untied + tied
         yield Group.EXPERT_DATA, bucket_elements(chunk.experts, expert_ranks)
 
 
@@ -128,18 +133,22 @@ def _unit_calls(
     """Yield the weight gathers and the gradient reduce-scatters of units of `elements` parameters.
 
     Args:
+        spec: The run.
+        group: Group of the ranks over which the units are sharded.
+        elements: Parameters of one unit.
         passes: Passes through such units per iteration: number of units times number of micro batches.
         layered: True if ZeRO-3 and FSDP2 gather the weights before each forward and each backward. Otherwise
             each unit is gathered once per iteration.
     """
     precision = bytes_per_parameter(spec)
-    keeps = not (spec.parallelism.sharding.shards_weights and layered)
-    gathers = passes // spec.microbatches if keeps else 2 * passes
-    phase = Phase.OPTIMIZER if keeps else Phase.FORWARD
-    weights, gradients = precision.weights * elements, precision.gradients * elements
-    yield collective(spec, group, _GATHER, phase, "weights", gathers, weights, _FSDP)
+    if spec.parallelism.sharding.shards_weights and layered:
+        num_gathers, phase = 2 * passes, Phase.FORWARD
+    else:
+        num_gathers, phase = passes // spec.microbatches, Phase.OPTIMIZER
+    weight_bytes, gradient_bytes = precision.weights * elements, precision.gradients * elements
+    yield collective(spec, group, _GATHER, phase, "weights", num_gathers, weight_bytes, _FSDP)
     description, backward = "gradients", Phase.BACKWARD
-    yield collective(spec, group, _SCATTER, backward, description, passes, gradients, _FSDP)
+    yield collective(spec, group, _SCATTER, backward, description, passes, gradient_bytes, _FSDP)
 
 
 def _widest_row(spec: RunSpec) -> int:

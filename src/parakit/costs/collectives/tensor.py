@@ -200,19 +200,35 @@ def batch_collectives(
     Full sequences are sent, because CP splits them afterwards. Megatron 0.19 broadcasts once per micro batch.
     Megatron f4fa7d6b broadcasts once per micro batch and virtual stage. Only the first and the last pipeline
     rank get a batch. The last one gets the tokens too if the model predicts several tokens.
+
+    Args:
+        spec: The run.
+        first: True for the first pipeline rank.
+        last: True for the last pipeline rank.
+        megatron: Version of Megatron.
     """
-    virtual = spec.parallelism.virtual_stages if megatron is MegatronVersion.F4FA7D6B else 1
+    if not first and not last:
+        return
+    calls = spec.microbatches
+    if megatron is MegatronVersion.F4FA7D6B:
+        calls *= spec.parallelism.virtual_stages
     length = spec.shape.seq_length
     tokens = length * spec.batch.micro_batch_size
-    tensors = [("attention mask", _BOOL * tokens * length)] if first or last else []
-    if first or (last and spec.shape.mtp_layers):
-        tensors += [("tokens", _INT64 * tokens), ("position ids", _INT64 * tokens)]
+    payload_by_tensor = {"attention mask": _BOOL * tokens * length}
+    if first or spec.shape.mtp_layers:
+        payload_by_tensor |= {"tokens": _INT64 * tokens, "position ids": _INT64 * tokens}
     if last:
-        tensors += [("labels", _INT64 * tokens), ("loss mask", _FP32 * tokens)]
-    for description, payload in tensors:
-        calls, source = virtual * spec.microbatches, "get_batch_on_this_tp_rank"
-        broadcast, moved = Operation.BROADCAST, f"batch: {description}"
-        yield _call(spec, broadcast, Phase.DATA, moved, calls, payload, source)
+        payload_by_tensor |= {"labels": _INT64 * tokens, "loss mask": _FP32 * tokens}
+    for tensor, payload in payload_by_tensor.items():
+        yield _call(
+            spec,
+            Operation.BROADCAST,
+            Phase.DATA,
+            f"batch: {tensor}",
+            calls,
+            payload,
+            "get_batch_on_this_tp_rank",
+        )
 
 
 def partial_gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
