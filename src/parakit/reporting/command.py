@@ -102,12 +102,14 @@ def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
         stated = device_by_key(device) if device else None
     except UnknownHardwareError as error:
         raise ValueError(f"DEVICE={device}: {error}") from None
-    named = [path_and_name for word in logs for path_and_name in named_logs(word)]
-    return BuildOptions(
-        paths=tuple(path for path, _ in named),
-        repeats={path: name for path, name in named if name},
-        device=stated,
-    )
+    paths: list[Path] = []
+    names_of_repeats: dict[Path, str] = {}
+    for word in logs:
+        for path, name in named_logs(word):
+            paths.append(path)
+            if name:
+                names_of_repeats[path] = name
+    return BuildOptions(paths=tuple(paths), repeats=names_of_repeats, device=stated)
 
 
 def named_logs(word: str) -> list[tuple[Path, str]]:
@@ -122,14 +124,18 @@ def named_logs(word: str) -> list[tuple[Path, str]]:
     # A path may hold "=", too.
     if not is_named or "/" in name or Path(word).exists():
         return [(path, "") for path in _matching(word)]
-    # A name may hold it as well, such as the label `lr=1e-3`: its paths exist.
+    # A name may hold "=" as well, such as the label `lr=1e-3`; the paths after it exist.
     parts = word.split("=")
     for end in range(len(parts) - 1, 1, -1):
         candidate = "=".join(parts[end:])
         if all(Path(path).exists() for path in candidate.split(",")):
             name, paths = "=".join(parts[:end]), candidate
             break
-    return [(path, name) for part in filter(None, paths.split(",")) for path in _matching(part)]
+    logs = []
+    for pattern in paths.split(","):
+        if pattern:
+            logs += [(path, name) for path in _matching(pattern)]
+    return logs
 
 
 def _matching(word: str) -> list[Path]:

@@ -15,14 +15,18 @@ def find_differing_arguments(
     does not have is unknown and does not count as a difference. An argument that only such lists have is not
     compared.
     """
-    longest = max(map(len, lists), default=0)
+    longest = max((len(arguments) for arguments in lists), default=0)
     complete = [arguments for arguments in lists if len(arguments) >= longest / 2]
     shortened = [arguments for arguments in lists if len(arguments) < longest / 2]
+    names: set[str] = set()
+    for arguments in complete:
+        names.update(arguments)
     differing = {}
-    for name in sorted({name for arguments in complete for name in arguments}):
-        values = [arguments.get(name, "") for arguments in complete]
-        values += [arguments[name] for arguments in shortened if name in arguments]
-        if len(set(map(_parse_argument, values))) > 1:
+    for name in sorted(names):
+        texts = [arguments.get(name, "") for arguments in complete]
+        texts += [arguments[name] for arguments in shortened if name in arguments]
+        distinct_values = {_parse_argument(text) for text in texts}
+        if len(distinct_values) > 1:
             differing[name] = tuple(arguments.get(name, "") for arguments in lists)
     return differing
 

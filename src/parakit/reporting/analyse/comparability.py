@@ -77,11 +77,7 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
     """Compare the times of two rows. Times per iteration are compared only if both rows do the same work."""
     reference_run, run = reference.newest, other.newest
     model_differences = reference_run.stated_model.differences(run.stated_model)
-    work, caution = None, why_withheld(reference) or why_withheld(other)
-    if not caution:
-        work, caution = _work_per_iteration(reference_run, run)
-        if work and (reason := _why_devices_differ(reference_run, run)):
-            work, caution = None, reason
+    work, caution = _find_comparable_work(reference, other)
     comparison = SpeedComparison(
         reference=reference_run.name,
         other=run.name,
@@ -92,26 +88,52 @@ def compare_speed(reference: Configuration, other: Configuration) -> SpeedCompar
         differences=tuple(list_differences(reference_run, run)),
         caution=caution,
         model_doubt=_describe_model_doubt(reference_run, run, model_differences),
-        device_is_assumed=bool(work) and not reference_run.device and not run.device,
+        device_is_assumed=work is not None and not reference_run.device and not run.device,
     )
     if reference.estimate is None or other.estimate is None or work is None:
         return comparison
-    reference_work, other_work = work
-    weight = reference_work / other_work
-    per_token = compare_times(reference.estimate, other.estimate, weight)
+    work_ratio = work.reference / work.other
+    per_token = compare_times(reference.estimate, other.estimate, work_ratio)
     comparison = replace(comparison, per_token=per_token)
     num_reference_devices, num_devices = reference_run.num_devices, run.num_devices
     if num_reference_devices and num_devices and num_reference_devices != num_devices:
-        device_weight = weight * num_devices / num_reference_devices
+        device_weight = work_ratio * num_devices / num_reference_devices
         per_device_token = compare_times(reference.estimate, other.estimate, device_weight)
         comparison = replace(comparison, per_device_token=per_device_token)
-    elif reference_work == other_work and not model_differences:
+    elif work.reference == work.other and not model_differences:
         comparison = replace(comparison, per_iteration=per_token)
     if reference_run.spec and run.spec:
         reference_ranks = reference_run.spec.parallelism.world_size
         scale = reference_ranks / run.spec.parallelism.world_size
         comparison = replace(comparison, per_device=scale / per_token.ratio)
     return comparison
+
+
+@dataclass(frozen=True)
+class _WorkPerIteration:
+    """Tokens per iteration of two runs, or samples per iteration if a log prints no sequence length."""
+
+    reference: int
+    other: int
+
+
+def _find_comparable_work(
+    reference: Configuration, other: Configuration
+) -> tuple[_WorkPerIteration | None, str]:
+    """Return the work per iteration of two rows whose times can be compared, and a caution on what is assumed.
+
+    The first value is None if the times cannot be compared, and then the caution is the reason.
+    """
+    withheld = why_withheld(reference) or why_withheld(other)
+    if withheld:
+        return None, withheld
+    work, caution = _work_per_iteration(reference.newest, other.newest)
+    if work is None:
+        return None, caution
+    device_difference = _why_devices_differ(reference.newest, other.newest)
+    if device_difference:
+        return None, device_difference
+    return work, caution
 
 
 def why_withheld(row: Configuration) -> str:
@@ -129,24 +151,27 @@ def why_impossible(reference: Configuration, other: Configuration, speed: SpeedC
     With N times as many devices the same work takes at least 1/N of the time. If the whole interval of the ratio
     is below 1/N, something slowed the run on fewer devices down.
     """
-    reference_spec, spec = reference.newest.spec, other.newest.spec
-    ratio = speed.per_iteration
-    has_flaws = any(not difference.part_of_strategy for difference in speed.differences)
-    is_foreign = reference.newest.is_foreign or other.newest.is_foreign
-    if reference_spec is None or spec is None or ratio is None or has_flaws or is_foreign:
+    if reference.newest.is_foreign or other.newest.is_foreign:
         return ""
-    if reference_spec.batch != spec.batch or ratio.low is None or ratio.high is None:
+    reference_spec, spec = reference.newest.spec, other.newest.spec
+    if reference_spec is None or spec is None or reference_spec.batch != spec.batch:
+        return ""
+    if any(not difference.part_of_strategy for difference in speed.differences):
+        return ""
+    ratio = speed.per_iteration
+    if ratio is None or ratio.low is None or ratio.high is None:
         return ""
     times_as_many = spec.parallelism.world_size / reference_spec.parallelism.world_size
     bound = 1 / times_as_many
-    is_below = times_as_many > 1 and ratio.high < bound
-    is_above = times_as_many < 1 and ratio.low > bound
-    if not is_below and not is_above:
+    if times_as_many > 1 and ratio.high < bound:
+        slowed_side, kind_of_bound = "reference", "least"
+    elif times_as_many < 1 and ratio.low > bound:
+        slowed_side, kind_of_bound = "row", "most"
+    else:
         return ""
-    slowed = "reference" if is_below else "row"
     return (
         f"×{ratio.ratio:.3f} the time on {times_as_many:g} times as many ranks {IMPOSSIBLE}"
-        f" (×{bound:.3f} is the {'least' if is_below else 'most'}), so other programs slowed its {slowed}"
+        f" (×{bound:.3f} is the {kind_of_bound}), so other programs slowed its {slowed_side}"
         " down; close them and run both again"
     )
 
@@ -157,16 +182,19 @@ def _why_devices_differ(reference: Run, other: Run) -> str:
     The reasons are different devices, a device that only one run names, and a number of devices that only one run
     states. Two runs of which neither names a device can be compared.
     """
-    devices = {run.name: run.device for run in (reference, other)}
-    if reference.device and other.device:
-        if reference.device != other.device:
-            return f"their devices differ ({reference.device} | {other.device})"
-    elif named := next((name for name, device in devices.items() if device), ""):
-        return f"only {named} names its device ({devices[named]}); --device (make: DEVICE=) states it for all logs"
-    counts = {run.name: run.num_devices for run in (reference, other)}
-    stated = [name for name, count in counts.items() if count]
-    if len(stated) == 1:
-        return f"only {stated[0]} states its number of devices ({counts[stated[0]]})"
+    if reference.device and other.device and reference.device != other.device:
+        return f"their devices differ ({reference.device} | {other.device})"
+    with_device = [run for run in (reference, other) if run.device]
+    if len(with_device) == 1:
+        named = with_device[0]
+        return (
+            f"only {named.name} names its device ({named.device});"
+            " --device (make: DEVICE=) states it for all logs"
+        )
+    with_count = [run for run in (reference, other) if run.num_devices]
+    if len(with_count) == 1:
+        stated = with_count[0]
+        return f"only {stated.name} states its number of devices ({stated.num_devices})"
     return ""
 
 
@@ -185,7 +213,7 @@ def _describe_model_doubt(
     return f"their models may differ: {unstated}" if unstated else ""
 
 
-def _work_per_iteration(reference: Run, other: Run) -> tuple[tuple[int, int] | None, str]:
+def _work_per_iteration(reference: Run, other: Run) -> tuple[_WorkPerIteration | None, str]:
     """Return the tokens per iteration of two runs, and a caution on what is assumed.
 
     If a log prints no sequence length, the numbers are samples per iteration. The first value is None if
@@ -195,24 +223,24 @@ def _work_per_iteration(reference: Run, other: Run) -> tuple[tuple[int, int] | N
     if any(spec and spec.shares_gpu for spec in specs):
         return None, SHARED
     if reference.spec and other.spec:
-        return (reference.spec.tokens_per_iteration, other.spec.tokens_per_iteration), ""
-    batch, other_batch = (run.global_batch_size for run in runs)
+        tokens = reference.spec.tokens_per_iteration
+        return _WorkPerIteration(tokens, other.spec.tokens_per_iteration), ""
+    batch, other_batch = reference.global_batch_size, other.global_batch_size
     if not batch or not other_batch:
         return None, _describe_missing(runs, {"global batch size": [batch, other_batch]})
-    missing = _describe_missing(
-        runs,
-        {
-            "model": [run.model_or_size for run in runs],
-            "sequence length": [run.seq_length for run in runs],
-        },
-    )
+    values_by_quantity: dict[str, Sequence[object]] = {
+        "model": [run.model_or_size for run in runs],
+        "sequence length": [run.seq_length for run in runs],
+    }
+    missing = _describe_missing(runs, values_by_quantity)
     cautions = [f"{missing}, so equal ones are assumed"] if missing else []
     if not any(run.num_devices for run in runs):
         cautions.append("neither states its number of devices, so the same is assumed")
     caution = "; ".join(cautions)
     if reference.seq_length and other.seq_length:
-        return (batch * reference.seq_length, other_batch * other.seq_length), caution
-    return (batch, other_batch), caution
+        tokens = batch * reference.seq_length
+        return _WorkPerIteration(tokens, other_batch * other.seq_length), caution
+    return _WorkPerIteration(batch, other_batch), caution
 
 
 def _describe_missing(runs: Sequence[Run], values: Mapping[str, Sequence[object]]) -> str:
@@ -231,17 +259,19 @@ def _describe_missing(runs: Sequence[Run], values: Mapping[str, Sequence[object]
         )
         if names:
             quantities_by_runs.setdefault(names, []).append(f"no {quantity}")
-    return "; ".join(
-        f"{' and '.join(names)} print{'s' * (len(names) == 1)} {' and '.join(quantities)}"
-        for names, quantities in quantities_by_runs.items()
-    )
+    clauses = []
+    for names, quantities in quantities_by_runs.items():
+        verb = "prints" if len(names) == 1 else "print"
+        clauses.append(f"{' and '.join(names)} {verb} {' and '.join(quantities)}")
+    return "; ".join(clauses)
 
 
 def list_differences(reference: Run, other: Run) -> list[WorkMismatch]:
-    """Return the properties in which two runs differ, although their times can be compared only if these are equal.
+    """Return the differences between two runs that may explain why their times differ.
 
     Flags of the model come first, then conditions such as the batch. If one of the runs is a foreign log, the
-    printed arguments that differ and are not listed yet come last.
+    printed arguments that differ and are not listed yet come last. Differences that belong to the strategy, such as
+    the number of devices, are marked (`part_of_strategy`).
     """
     mismatches = [
         WorkMismatch(difference.flag, difference.reference, difference.other)
@@ -346,7 +376,10 @@ def describe_adam_state(run: Run) -> str | None:
 
 
 def describe_conditions(runs: Iterable[Run]) -> list[str]:
-    """Return sentences on the machines of the runs and on the kit's commits; empty if no run has a run folder."""
+    """Return a sentence on the machines of the runs and the kit's commits, as a list of one text.
+
+    The list is empty if no run has a run folder.
+    """
     records = [run.record for run in runs if run.record]
     if not records:
         return []

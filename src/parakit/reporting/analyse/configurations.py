@@ -136,20 +136,22 @@ def _build_rows(members: Sequence[Run], all_conditions: bool) -> list[Configurat
             the newest conditions only, and counts the runs under older ones.
     """
     running = [run for run in members if run.is_running]
-    # If no run has ended, the newest running one is the row's run.
-    ended = [run for run in members if not run.is_running] or [running.pop()]
+    ended = [run for run in members if not run.is_running]
+    if not ended:
+        # If no run has ended, the newest running one is the row's run.
+        ended.append(running.pop())
     runs_by_conditions: dict[tuple[object, ...], list[Run]] = defaultdict(list)
     for run in ended:
         runs_by_conditions[_conditions_key(run)].append(run)
-    newest = runs_by_conditions[_conditions_key(ended[-1])]
-    older: list[Run] = []
-    for runs in runs_by_conditions.values():
-        if runs is not newest:
-            older += runs
+    newest_key = _conditions_key(ended[-1])
+    older_runs = [run for run in ended if _conditions_key(run) != newest_key]
     rows: list[Configuration] = []
-    for runs in runs_by_conditions.values() if all_conditions else [newest]:
-        new_rows = _split_by_success(runs, () if all_conditions else older)
-        if runs is newest:
+    for key, runs in runs_by_conditions.items():
+        is_newest = key == newest_key
+        if not is_newest and not all_conditions:
+            continue
+        new_rows = _split_by_success(runs, older=() if all_conditions else older_runs)
+        if is_newest:
             new_rows[0] = replace(new_rows[0], running=tuple(running))
         rows += new_rows
     return rows
@@ -170,9 +172,13 @@ def make_names_distinct(runs: Sequence[Run]) -> list[Run]:
         namesakes, name = runs_by_name[run.name], run.name
         numbers[name] += 1
         if len(namesakes) > 1:
-            folder = run.path.parent if run.is_foreign else run.path.parent.parent
-            in_same_folder = sum(other.path.parent == run.path.parent for other in namesakes)
-            name = f"{name} ({numbers[name]})" if in_same_folder > 1 else f"{folder.name}/{name}"
+            num_in_same_folder = sum(other.path.parent == run.path.parent for other in namesakes)
+            if num_in_same_folder > 1:
+                name = f"{name} ({numbers[name]})"
+            else:
+                # The log of a run of the kit lies in the run's own folder, whose name is the run's name.
+                folder = run.path.parent if run.is_foreign else run.path.parent.parent
+                name = f"{folder.name}/{name}"
         renamed.append(replace(run, name=name))
     return renamed
 
@@ -182,10 +188,12 @@ def estimate_pooled_runs(runs: Sequence[Run]) -> Estimate | None:
 
     Runs that other programs slowed down are left out, unless all runs were slowed down.
     """
-    counting = [run for run in runs if run.has_measurements]
-    undisturbed = [run for run in counting if not why_disturbed(run)]
-    samples = [run.window.samples_ms for run in undisturbed or counting]
-    return estimate_time(samples, scatter=device_scatter(runs[-1].device)) if samples else None
+    measured = [run for run in runs if run.has_measurements]
+    if not measured:
+        return None
+    undisturbed = [run for run in measured if not why_disturbed(run)]
+    samples = [run.window.samples_ms for run in undisturbed or measured]
+    return estimate_time(samples, scatter=device_scatter(runs[-1].device))
 
 
 def device_scatter(device: str) -> Scatter:
@@ -200,21 +208,40 @@ def _split_by_success(runs: Sequence[Run], older: Sequence[Run]) -> list[Configu
         runs: Runs of one identity under the same conditions, oldest first.
         older: Runs under older conditions, which are counted.
     """
-    code = runs[-1].record and runs[-1].record.code
-    older_codes = [run.record and run.record.code for run in older]
-    num_other_code = sum(bool(code and other and other != code) for other in older_codes)
-    superseded = (len(older), num_other_code)
-    last_success = max((i for i, run in enumerate(runs) if run.has_measurements), default=-1)
-    until_success, failures = runs[: last_success + 1], tuple(runs[last_success + 1 :])
-    successes = tuple(run for run in until_success if run.has_measurements)
+    num_other_code = sum(_is_by_other_code(run, runs[-1]) for run in older)
+    success_indexes = [index for index, run in enumerate(runs) if run.has_measurements]
+    num_until_success = success_indexes[-1] + 1 if success_indexes else 0
+    until_success = runs[:num_until_success]
+    failures_after = tuple(runs[num_until_success:])
     rows = []
-    if successes:
-        failed_before = tuple(run for run in until_success if not run.has_measurements)
-        time = estimate_pooled_runs(successes)
-        rows.append(Configuration(successes, time, failed_before, (), *superseded))
-    if failures:
-        rows.append(Configuration(failures[-1:], None, failures[:-1], (), *superseded))
+    if until_success:
+        successes = tuple(run for run in until_success if run.has_measurements)
+        row = Configuration(
+            runs=successes,
+            estimate=estimate_pooled_runs(successes),
+            failed_before=tuple(run for run in until_success if not run.has_measurements),
+            superseded=len(older),
+            other_code=num_other_code,
+        )
+        rows.append(row)
+    if failures_after:
+        row = Configuration(
+            runs=failures_after[-1:],
+            estimate=None,
+            failed_before=failures_after[:-1],
+            superseded=len(older),
+            other_code=num_other_code,
+        )
+        rows.append(row)
     return rows
+
+
+def _is_by_other_code(run: Run, newest: Run) -> bool:
+    """Return True if both runs record their code and the codes differ."""
+    if run.record is None or newest.record is None:
+        return False
+    code, newest_code = run.record.code, newest.record.code
+    return bool(code and newest_code and code != newest_code)
 
 
 def _conditions_key(run: Run) -> tuple[object, ...]:
@@ -256,13 +283,16 @@ def label_rows(rows: Sequence[Configuration]) -> list[str]:
         label = _plain_label(run)
         labels.append(label)
         # Rows of different tables may share a label, but logs of all models appear in the same sentences.
-        table = (run.model, run.device, spec.dtype if spec else "")
-        rows_by_label[() if run.is_foreign else table, label].append(index)
+        table: tuple[str, ...] = ()
+        if not run.is_foreign:
+            table = (run.model, run.device, spec.dtype if spec else "")
+        rows_by_label[table, label].append(index)
     for indexes in rows_by_label.values():
-        if len(indexes) > 1:
-            suffixes = _distinguishing_suffixes([rows[index].newest for index in indexes])
-            for index, suffix in zip(indexes, suffixes, strict=True):
-                labels[index] += f" {suffix}"
+        if len(indexes) == 1:
+            continue
+        suffixes = _distinguishing_suffixes([rows[index].newest for index in indexes])
+        for index, suffix in zip(indexes, suffixes, strict=True):
+            labels[index] += f" {suffix}"
     return labels
 
 
@@ -299,20 +329,28 @@ def _distinguishing_suffixes(runs: Sequence[Run]) -> list[str]:
     not distinguish the runs, it lists the arguments that differ (only for runs of the kit), or else it is the
     run's name.
     """
+    varying_texts: list[list[str]] = []
     for describe in _DISTINCTIONS:
         texts = [describe(run) for run in runs]
-        if len(set(texts)) == len(texts) and all(texts):
+        if _are_distinct(texts):
             return texts
-    varying = [describe for describe in _DISTINCTIONS if len({describe(run) for run in runs}) > 1]
-    joined_texts = [
-        " ".join(text for describe in varying if (text := describe(run))) for run in runs
-    ]
-    if len(set(joined_texts)) == len(joined_texts) and all(joined_texts):
+        if len(set(texts)) > 1:
+            varying_texts.append(texts)
+    joined_texts = []
+    for index in range(len(runs)):
+        texts_of_run = [texts[index] for texts in varying_texts if texts[index]]
+        joined_texts.append(" ".join(texts_of_run))
+    if _are_distinct(joined_texts):
         return joined_texts
     argument_texts = _describe_differing_arguments(runs)
     if len(set(argument_texts)) == len(runs):
         return argument_texts
     return [run.name for run in runs]
+
+
+def _are_distinct(texts: Sequence[str]) -> bool:
+    """Return True if no text is empty and no two texts are equal."""
+    return all(texts) and len(set(texts)) == len(texts)
 
 
 _MAX_ARGUMENTS = 3
@@ -332,12 +370,11 @@ def _describe_differing_arguments(runs: Sequence[Run]) -> list[str]:
         return []
     texts = []
     for index in range(len(runs)):
-        values = {name: values[index] for name, values in differing.items()}
-        texts.append(
-            ", ".join(
-                f"{name.replace('_', '-')} {value or 'not given'}" for name, value in values.items()
-            )
-        )
+        arguments = [
+            f"{name.replace('_', '-')} {values[index] or 'not given'}"
+            for name, values in differing.items()
+        ]
+        texts.append(", ".join(arguments))
     return texts
 
 

@@ -178,21 +178,26 @@ def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Cha
         changes.append(Change(name, kind, f"status {status}, was {old_status}"))
     old_parity, parity = old.get("parity") or "", entry.parity.verdict
     if old_parity != parity:
-        good_verdicts = ("held", "reference", "")
-        kind = IMPROVEMENT
-        if parity not in good_verdicts:
-            kind = REGRESSION
-        elif old_parity in good_verdicts:
-            kind = "same"
         text = f"parity {parity or 'empty'}, was {old_parity or 'empty'}"
-        changes.append(Change(name, kind, text))
+        changes.append(Change(name, _judge_parity_change(old_parity, parity), text))
     for column in RESULTS:
-        if column.name in _EXACT:
-            old_value, value = old.get(column.name), column.value(entry)
-            if old_value and value and abs(value / old_value - 1) > _TOLERANCE:
-                kind = REGRESSION if value > old_value else IMPROVEMENT
-                changes.append(Change(name, kind, f"{column.name} {value:,}, was {old_value:,}"))
+        if column.name not in _EXACT:
+            continue
+        old_value, value = old.get(column.name), column.value(entry)
+        if not old_value or not value:
+            continue
+        if abs(value / old_value - 1) > _TOLERANCE:
+            kind = REGRESSION if value > old_value else IMPROVEMENT
+            changes.append(Change(name, kind, f"{column.name} {value:,}, was {old_value:,}"))
     return changes
+
+
+def _judge_parity_change(old_parity: str, parity: str) -> str:
+    """Return the kind of a change from one loss verdict to another; `same` if both are good."""
+    good_verdicts = ("held", "reference", "")
+    if parity not in good_verdicts:
+        return REGRESSION
+    return "same" if old_parity in good_verdicts else IMPROVEMENT
 
 
 def _row_identity(row: Mapping[str, Any]) -> RowIdentity:

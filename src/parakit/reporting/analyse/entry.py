@@ -134,18 +134,22 @@ class Entry:
         learning rate.
         """
         record = self.run.record
-        if record is None or Flags(record.argv).text("--optimizer") != "muon":
-            return "AdamW" if record else ""
-        megatrons = record.spec.backend == Backend.MEGATRON or MUON_RULE_FLAG in record.argv
-        return "Megatron's Muon" if megatrons else "Muon + AdamW"
+        if record is None:
+            return ""
+        if Flags(record.argv).text("--optimizer") != "muon":
+            return "AdamW"
+        follows_megatron = record.spec.backend == Backend.MEGATRON or MUON_RULE_FLAG in record.argv
+        return "Megatron's Muon" if follows_megatron else "Muon + AdamW"
 
     @cached_property
     def activation(self) -> str:
         """Activation function between the matrices of an MLP or expert; empty for a foreign log."""
-        flags = Flags(self.run.record.argv) if self.run.record else None
-        known = {"--swiglu": "SwiGLU", "--silu": "SiLU"}
-        named = (name for flag, name in known.items() if flags and flags.has(flag))
-        return next(named, "GELU" if flags else "")
+        if self.run.record is None:
+            return ""
+        flags = Flags(self.run.record.argv)
+        if flags.has("--swiglu"):
+            return "SwiGLU"
+        return "SiLU" if flags.has("--silu") else "GELU"
 
     @property
     def time_ms(self) -> float | None:
@@ -204,15 +208,22 @@ class Entry:
 
     @cached_property
     def processor_ms(self) -> Estimate | None:
-        """Processor time per iteration in milliseconds, summed over the training threads of all ranks."""
+        """Processor time per iteration in milliseconds, summed over the training threads of all ranks.
+
+        None means that no run with usable times has a time record.
+        """
         samples_by_run = []
         for run in self.configuration.runs:
-            times = run.time_record[0] if run.has_measurements else None
-            if times is not None:
-                seconds_by_rank = [rank.processor_seconds for rank in times.ranks]
-                samples = [1000 * sum(seconds) for seconds in zip(*seconds_by_rank, strict=False)]
-                if samples:
-                    samples_by_run.append(samples)
+            if not run.has_measurements:
+                continue
+            time_record, _ = run.time_record
+            if time_record is None:
+                continue
+            seconds_by_rank = [rank.processor_seconds for rank in time_record.ranks]
+            # Ranks may have recorded different numbers of iterations; those that all have are summed.
+            samples = [1000 * sum(seconds) for seconds in zip(*seconds_by_rank, strict=False)]
+            if samples:
+                samples_by_run.append(samples)
         return estimate_time(samples_by_run, scatter=device_scatter(self.run.device))
 
     @cached_property
@@ -399,14 +410,14 @@ def loss_differences(entries: Sequence[Entry]) -> list[LossDifference]:
         run = runs[parity.judged]
         losses, reference_losses = loss_curve(run), loss_curve(runs[parity.reference])
         iterations = sorted(losses.keys() & reference_losses.keys())
-        units = [
-            (losses[iteration] - reference_losses[iteration])
-            / last_digit_unit(reference_losses[iteration])
-            for iteration in iterations
-        ]
-        raw = [losses[iteration] - reference_losses[iteration] for iteration in iterations]
-        differences.append(LossDifference(index, run, iterations, units=units, losses=raw))
-    return differences if any(any(difference.units) for difference in differences) else []
+        loss_changes, units = [], []
+        for iteration in iterations:
+            loss_change = losses[iteration] - reference_losses[iteration]
+            loss_changes.append(loss_change)
+            units.append(loss_change / last_digit_unit(reference_losses[iteration]))
+        differences.append(LossDifference(index, run, iterations, units=units, losses=loss_changes))
+    any_loss_differs = any(any(difference.units) for difference in differences)
+    return differences if any_loss_differs else []
 
 
 def build_entries_from_folders(groups: Sequence[Sequence[Path]]) -> list[Entry | None]:
@@ -437,6 +448,9 @@ def build_entries(groups: Sequence[Sequence[Run]]) -> list[Entry | None]:
         if not runs:
             entries.append(None)
             continue
-        name, row = runs[0].name, Configuration(tuple(reversed(runs)), estimate_pooled_runs(runs))
-        entries.append(Entry(name, row, parity_by_run.get(name, Parity()), Published()))
+        newest_name = runs[0].name
+        oldest_first = tuple(reversed(runs))
+        row = Configuration(oldest_first, estimate_pooled_runs(runs))
+        parity = parity_by_run.get(newest_name, Parity())
+        entries.append(Entry(newest_name, row, parity, Published()))
     return entries

@@ -75,47 +75,57 @@ def _join_first(names: Sequence[str]) -> str:
 
 def why_losses_may_differ(reference: Run, other: Run) -> str:
     """Return why two runs may print different losses; empty if their losses must be equal."""
-    if reason := _why_models_differ(reference, other):
-        return reason
+    model_difference = _why_models_differ(reference, other)
+    if model_difference:
+        return model_difference
+    has_same_layout = _are_logs_of_one_layout(reference, other)
     reference_spec, spec = reference.spec, other.spec
-    are_foreign = reference.is_foreign and other.is_foreign
-    has_same_layout = bool(
-        are_foreign
-        and reference_spec
-        and spec
-        and (reference_spec.parallelism, reference_spec.batch) == (spec.parallelism, spec.batch)
-    )
+    reference_seed = reference_spec.seed if reference_spec else None
+    seed = spec.seed if spec else None
     # With another seed the weights differ too, and then the seed is the better reason.
-    has_same_seed = (reference_spec and reference_spec.seed) == (spec and spec.seed)
-    if has_same_seed and not _share_start(reference, other, has_same_layout):
+    if reference_seed == seed and not _share_start(reference, other, has_same_layout):
         return NO_START
-    if differing := _differing_settings(reference, other):
+    differing = _differing_settings(reference, other)
+    if differing:
         return f"different {', '.join(differing)}"
-    if reference_spec and reference_spec.fp8_recipe and are_foreign:
+    if reference.is_foreign and other.is_foreign and reference_spec and reference_spec.fp8_recipe:
         return EIGHT_BITS
     # Two logs of one strategy with equal seeds draw equal dropout masks.
-    if has_same_layout or all(run.spec and run.spec.dropout == 0 for run in (reference, other)):
+    if has_same_layout:
         return ""
-    return DROPOUT
+    has_dropout = not all(run.spec and run.spec.dropout == 0 for run in (reference, other))
+    return DROPOUT if has_dropout else ""
+
+
+def _are_logs_of_one_layout(reference: Run, other: Run) -> bool:
+    """Return True if two foreign logs state the same parallel sizes and the same batch sizes."""
+    if not reference.is_foreign or not other.is_foreign:
+        return False
+    if reference.spec is None or other.spec is None:
+        return False
+    has_same_split = reference.spec.parallelism == other.spec.parallelism
+    return has_same_split and reference.spec.batch == other.spec.batch
 
 
 def _differing_settings(reference: Run, other: Run) -> list[str]:
     """Return the names of settings and schedule arguments in which two runs differ."""
     settings, other_settings = _list_loss_settings(reference), _list_loss_settings(other)
     differing = [name for name in settings if settings[name] != other_settings[name]]
-    if (reference.record is None) == (other.record is None):
+    if (reference.record is None) != (other.record is None):
         # A run folder and a log state their schedules in different ways, which cannot be compared.
-        schedule, other_schedule = _parse_schedule(reference), _parse_schedule(other)
-        changed = [name for name in _SCHEDULE if schedule[name] != other_schedule[name]]
-        differing += [f"--{name.replace('_', '-')}" for name in changed]
+        return differing
+    schedule, other_schedule = _parse_schedule(reference), _parse_schedule(other)
+    for name in _SCHEDULE:
+        if schedule[name] != other_schedule[name]:
+            differing.append(f"--{name.replace('_', '-')}")
     return differing
 
 
 def _share_start(reference: Run, other: Run, has_same_layout: bool) -> bool:
     """Return True if both runs started from the same weights.
 
-    The hashes of the weights are compared, or else the names of the initial checkpoints. Two runs without a
-    checkpoint give `has_same_layout`, because equal seeds draw equal weights in equal layouts.
+    The hashes of the weights are compared, or else the names of the initial checkpoints. If neither run has a
+    checkpoint, the result is `has_same_layout`: equal seeds draw equal weights if the parallel sizes are equal.
     """
     weights, other_weights = (run.record and run.record.start_weights for run in (reference, other))
     if weights and other_weights:

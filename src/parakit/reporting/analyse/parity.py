@@ -8,7 +8,9 @@ between their repeats is reported and is no tolerance.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -130,7 +132,7 @@ def judge_parity(rows: Sequence[Configuration]) -> list[Parity]:
     compares it with the first choice of reference. A row without losses gets an empty verdict.
     """
     verdicts = [Parity() for _ in rows]
-    indexes_by_model: dict[str, list[int]] = {}
+    indexes_by_model: dict[str, list[int]] = defaultdict(list)
     with_losses = [index for index, row in enumerate(rows) if len(loss_points(row.newest)[0])]
     models_of_kit = {row.newest.model for row in rows if not row.newest.is_foreign}
     for index in with_losses:
@@ -138,12 +140,14 @@ def judge_parity(rows: Sequence[Configuration]) -> list[Parity]:
         if run.model:
             # The model of a log is known by its flags, so logs of one size may have different names.
             name = run.model if run.model in models_of_kit else run.dimensions
-            indexes_by_model.setdefault(name, []).append(index)
-        elif len(with_losses) > 1 and (reason := why_shape_is_unknown(run)):
+            indexes_by_model[name].append(index)
+            continue
+        reason = why_shape_is_unknown(run)
+        if reason and len(with_losses) > 1:
             verdicts[index] = Parity(NOT_COMPARABLE, reason)
     for indexes in indexes_by_model.values():
-        members = [rows[index] for index in indexes]
-        for index, parity in zip(indexes, _judge_rows_of_model(members), strict=True):
+        verdicts_of_model = _judge_rows_of_model([rows[index] for index in indexes])
+        for index, parity in zip(indexes, verdicts_of_model, strict=True):
             verdicts[index] = parity
     return verdicts
 
@@ -290,9 +294,10 @@ def _find_last_losses(reference: Run, other: Run) -> LastLosses | None:
     None means that their models, batches or sequence lengths differ or are not known to be equal, or that they
     share no iteration.
     """
-    works = [(run.global_batch_size, run.seq_length) for run in (reference, other)]
-    is_known = all(map(all, works))
-    if not is_known or works[0] != works[1]:
+    batch, seq_length = reference.global_batch_size, reference.seq_length
+    if not batch or not seq_length:
+        return None
+    if (other.global_batch_size, other.seq_length) != (batch, seq_length):
         return None
     if reference.stated_model.differences(other.stated_model):
         return None
@@ -323,14 +328,17 @@ def _judge_against_others(row: Configuration, rows: Sequence[Configuration]) -> 
         verdicts.append(_compare_losses(reference, run, spread, num_pairs))
         if not _repeats_exactly(run):
             break
-    broken = (parity for parity in verdicts if parity.is_broken)
-    return next(broken, verdicts[0] if verdicts else None)
+    for parity in verdicts:
+        if parity.is_broken:
+            return parity
+    return verdicts[0] if verdicts else None
 
 
 def _find_reference_run(run: Run, rows: Sequence[Configuration]) -> Run | None:
-    """Return the run that `run` must agree with: the newest comparable run with losses in the first row that has one.
+    """Return the run with which the losses of `run` must agree; None if there is no such run.
 
-    The result can be `run` itself. None means that no row has such a run.
+    The rows are searched in order. The result is the newest run of a row that has losses and is comparable with
+    `run`. It can be `run` itself.
     """
     for row in rows:
         for reference in reversed(row.runs):
@@ -356,12 +364,16 @@ def _why_not_against_baseline(
         return ""
     all_runs = (run for other in rows for run in other.runs)
     reference = next(run for run in all_runs if run.name == parity.reference)
+    if reference.is_baseline or reference.is_foreign:
+        return ""
     newest_runs = [other.newest for other in rows]
     baselines = [run for run in newest_runs if run.is_baseline and run.device == row.newest.device]
-    if reference.is_baseline or not baselines or reference.is_foreign:
+    if not baselines:
         return ""
     reasons = [_why_not_comparable(baseline, reference) for baseline in baselines]
-    return min(reasons, key=len) or f"it is {baselines[0].status.status}"
+    shortest_reason = min(reasons, key=len)
+    # A comparable baseline without a single loss is no reference, and its status says why.
+    return shortest_reason or f"it is {baselines[0].status.status}"
 
 
 def _compare_losses(reference: Run, other: Run, spread: Curve, num_pairs: int) -> Parity:
@@ -374,35 +386,17 @@ def _compare_losses(reference: Run, other: Run, spread: Curve, num_pairs: int) -
         num_pairs: Number of pairs of repeats behind `spread`.
     """
     dtype = other.spec.dtype if other.spec else ""
-    pairs = _pair_losses(loss_curve(reference), loss_curve(other))
-    diverged = _find_other_expert_choice(reference, other, dtype)
-    if diverged:
-        pairs = [pair for pair in pairs if pair.iteration < diverged]
-    last_compared = None
-    is_half_precision = dtype in ("bf16", "fp16")
-    if is_half_precision and pairs and pairs[-1].iteration > MAX_HALF_PRECISION_ITERATIONS:
-        last_compared = MAX_HALF_PRECISION_ITERATIONS
-        pairs = [pair for pair in pairs if pair.iteration <= last_compared]
+    losses = _list_comparable_losses(reference, other, dtype)
+    pairs = losses.pairs
     if not pairs:
-        limit = ""
-        if last_compared:
-            limit = f" up to {last_compared}, after which {dtype} is not compared"
-        elif diverged:
-            limit = f" before tokens took other experts in iteration {diverged}"
-        reason = f"no iteration in common{limit}"
+        reason = f"no iteration in common{_describe_limit(losses, dtype)}"
         return Parity(NOT_COMPARABLE, reason, reference.name, judged=other.name)
-    rate = _rounding_rate(reference, other, dtype)
-    between_logs = LOGS_AGREE if reference.is_foreign and other.is_foreign else 0.0
-    largest_spread, broken_at = 0.0, None
-    for pair in pairs:
-        largest_spread = max(largest_spread, spread.get(pair.iteration, 0.0))
-        allowed = allowed_difference(
-            unit=largest_spread + last_digit_unit(pair.largest),
-            rounding=max(rate * pair.iteration, between_logs),
-            largest=pair.largest,
-        )
-        if broken_at is None and pair.difference > allowed:
-            broken_at = pair.iteration
+    broken_at = _find_broken_iteration(
+        pairs,
+        spread,
+        rounding_rate=_rounding_rate(reference, other, dtype),
+        least_rounding=LOGS_AGREE if reference.is_foreign and other.is_foreign else 0.0,
+    )
     return Parity(
         verdict=HELD if broken_at is None else f"broken@{broken_at}",
         reference=reference.name,
@@ -410,10 +404,71 @@ def _compare_losses(reference: Run, other: Run, spread: Curve, num_pairs: int) -
         max_difference=max(pair.difference for pair in pairs),
         max_units=max(pair.difference / last_digit_unit(pair.largest) for pair in pairs),
         repeats=num_pairs,
-        diverged=diverged,
-        until=last_compared,
+        diverged=losses.diverged,
+        until=losses.last_compared,
         judged=other.name,
     )
+
+
+@dataclass(frozen=True)
+class _ComparableLosses:
+    """Pairs of losses that may be compared, and what excludes the pairs of later iterations."""
+
+    pairs: Sequence[_LossPair]
+    """Pairs in the order of the iterations; empty if the runs share no iteration within the limits."""
+    diverged: int | None
+    """First iteration in which a token took another expert; None if that never happened."""
+    last_compared: int | None
+    """Last iteration that the precision allows; None if the precision excludes no pair."""
+
+
+def _list_comparable_losses(reference: Run, other: Run, dtype: str) -> _ComparableLosses:
+    """Return the pairs of losses of two runs up to the iteration after which losses may differ.
+
+    Tokens that take other experts, and in bf16 and fp16 the rounding of many iterations, make later losses differ.
+    """
+    pairs = _pair_losses(loss_curve(reference), loss_curve(other))
+    diverged = _find_other_expert_choice(reference, other, dtype)
+    if diverged:
+        pairs = [pair for pair in pairs if pair.iteration < diverged]
+    is_half_precision = dtype in ("bf16", "fp16")
+    if not is_half_precision or not pairs or pairs[-1].iteration <= MAX_HALF_PRECISION_ITERATIONS:
+        return _ComparableLosses(pairs, diverged, last_compared=None)
+    pairs = [pair for pair in pairs if pair.iteration <= MAX_HALF_PRECISION_ITERATIONS]
+    return _ComparableLosses(pairs, diverged, last_compared=MAX_HALF_PRECISION_ITERATIONS)
+
+
+def _describe_limit(losses: _ComparableLosses, dtype: str) -> str:
+    """Return the end of a sentence on what limits the compared iterations; empty without a limit."""
+    if losses.last_compared:
+        return f" up to {losses.last_compared}, after which {dtype} is not compared"
+    if losses.diverged:
+        return f" before tokens took other experts in iteration {losses.diverged}"
+    return ""
+
+
+def _find_broken_iteration(
+    pairs: Sequence[_LossPair], spread: Curve, rounding_rate: float, least_rounding: float
+) -> int | None:
+    """Return the first iteration whose two losses differ by more than the tolerance; None if all losses agree.
+
+    Args:
+        pairs: Losses of the two runs in the order of the iterations.
+        spread: Largest difference between repeats, by iteration. The largest one so far is tolerated.
+        rounding_rate: Fraction of a loss by which rounding may change the loss per trained iteration.
+        least_rounding: Fraction of a loss that is tolerated in any iteration.
+    """
+    largest_spread = 0.0
+    for pair in pairs:
+        largest_spread = max(largest_spread, spread.get(pair.iteration, 0.0))
+        allowed = allowed_difference(
+            unit=largest_spread + last_digit_unit(pair.largest),
+            rounding=max(rounding_rate * pair.iteration, least_rounding),
+            largest=pair.largest,
+        )
+        if pair.difference > allowed:
+            return pair.iteration
+    return None
 
 
 def _find_other_expert_choice(reference: Run, other: Run, dtype: str) -> int | None:
@@ -471,15 +526,15 @@ def _difference_of_repeats(row: Configuration) -> float | None:
     printed digits, or that there are no such repeats.
     """
     worst = 0.0
-    for index, run in enumerate(row.runs):
-        for repeat in row.runs[index + 1 :]:
-            if not _repeats_exactly(run) or _why_not_comparable(run, repeat):
-                continue
-            # A run that was resumed in another strategy may differ by one unit until then.
-            allowed = 1.5 if run.restarts or repeat.restarts else 0.5
-            for pair in _pair_losses(loss_curve(run), loss_curve(repeat)):
-                units = pair.difference / last_digit_unit(pair.largest)
-                worst = max(worst, units if units > allowed else 0.0)
+    for run, repeat in itertools.combinations(row.runs, 2):
+        if not _repeats_exactly(run) or _why_not_comparable(run, repeat):
+            continue
+        # A run that was resumed in another strategy may differ by one unit until then.
+        allowed_units = 1.5 if run.restarts or repeat.restarts else 0.5
+        for pair in _pair_losses(loss_curve(run), loss_curve(repeat)):
+            units = pair.difference / last_digit_unit(pair.largest)
+            if units > allowed_units:
+                worst = max(worst, units)
     return worst or None
 
 

@@ -102,9 +102,9 @@ def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
         if entry.run.record is None or device is None or not _can_planner_predict(entry):
             continue
         usable_runs = []
-        configuration = entry.configuration
+        row = entry.configuration
         is_impossible = entry.run.name in impossible_names
-        for run in (*configuration.runs, *configuration.failed_before, *configuration.running):
+        for run in (*row.runs, *row.failed_before, *row.running):
             reason = _why_no_measurement(run, is_impossible)
             if reason:
                 left_out[reason].append(run.name)
@@ -113,12 +113,13 @@ def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
         time = estimate_pooled_runs(usable_runs) if usable_runs else None
         if time is None or time.low is None or time.high is None:
             continue
-        if (time.high - time.low) / 2 >= _UNSTEADY * time.median:
+        half_width = (time.high - time.low) / 2
+        if half_width >= _UNSTEADY * time.median:
             left_out["times that scatter widely"] += [run.name for run in usable_runs]
             continue
-        row = _build_row(usable_runs[-1], device, time.median / _MILLISECONDS)
-        if row is not None:
-            measurement_rows.append(row)
+        measurement = _build_row(usable_runs[-1], device, time.median / _MILLISECONDS)
+        if measurement is not None:
+            measurement_rows.append(measurement)
     return OwnMeasurements(tuple(measurement_rows), left_out)
 
 

@@ -65,29 +65,37 @@ def match_figure(
         memory_bytes: Measured device memory; None if unknown.
     """
     differences = _list_setup_differences(run, figure)
-    memory = memory_bytes / MIB if memory_bytes else None
+    has_same_setup = not any(difference.prevents_verdict for difference in differences)
+    memory_mib = memory_bytes / MIB if memory_bytes else None
     matches = []
     for quantity, unit, key, measured in (
         ("iteration time", "ms", "iteration_ms", iteration_ms),
-        ("device memory", "MiB", "device_memory_mib", memory),
+        ("device memory", "MiB", "device_memory_mib", memory_mib),
     ):
-        values, tolerance = getattr(figure, key), figure.source.tolerance.get(key)
-        low = high = None
-        if tolerance is not None and values:
-            low, high = min(values) * (1 - tolerance), max(values) * (1 + tolerance)
-        verdict = "not comparable"
-        if (
-            measured is not None
-            and low is not None
-            and not any(item.prevents_verdict for item in differences)
-        ):
-            verdict = "reproduced" if low <= measured <= (high or low) else "not reproduced"
+        published_values = getattr(figure, key)
         # A quantity that was not measured is not shown with another model's figure.
-        if values and (measured or figure.model == run.model):
-            texts = tuple(item.text for item in differences)
-            matches.append(
-                Match(figure, quantity, unit, values, measured, low, high, verdict, texts)
-            )
+        if not published_values or not (measured or figure.model == run.model):
+            continue
+        low = high = None
+        verdict = "not comparable"
+        tolerance = figure.source.tolerance.get(key)
+        if tolerance is not None:
+            low = min(published_values) * (1 - tolerance)
+            high = max(published_values) * (1 + tolerance)
+            if measured is not None and has_same_setup:
+                verdict = "reproduced" if low <= measured <= high else "not reproduced"
+        match = Match(
+            figure,
+            quantity,
+            unit,
+            published=published_values,
+            measured=measured,
+            expected_low=low,
+            expected_high=high,
+            verdict=verdict,
+            differs=tuple(difference.text for difference in differences),
+        )
+        matches.append(match)
     return tuple(matches)
 
 
@@ -96,6 +104,7 @@ class _SetupDifference:
     """Difference between the setup of a run and that of a published figure."""
 
     prevents_verdict: bool
+    """True if the run cannot reproduce the figure with this difference; False if the difference is only stated."""
     text: str
 
 
@@ -109,24 +118,32 @@ def _list_setup_differences(run: Run, figure: Figure) -> list[_SetupDifference]:
     driver = run.record.host.driver if run.record else None
     commit = (entry.megatron_commit or entry.megatron_version) if entry else None
     if commit and source.megatron_commit and commit.startswith(source.megatron_commit):
+        # The source states the first characters of the same commit.
         commit = source.megatron_commit
-    properties: tuple[tuple[bool, str, object, object], ...] = (
-        (True, "model", run.model, figure.model),
-        (True, "device", run.device, source.device or source.hardware),
-        (True, "backend", spec and spec.backend, figure.backend),
-        (True, "micro batch", spec and spec.batch.micro_batch_size, figure.micro_batch_size),
-        (True, "global batch", run.global_batch_size, figure.global_batch_size),
-        (True, "precision", spec and spec.dtype, figure.dtype),
-        (False, "Megatron", commit, source.megatron_commit),
-        (False, "driver", driver, source.driver),
-    )
-    if run.model != figure.model:
-        # With another model all other properties differ too, and need not be listed.
-        properties = properties[:2]
+    # The values of the run come first, then the published values.
+    decisive: dict[str, tuple[object, object]] = {
+        "model": (run.model, figure.model),
+        "device": (run.device, source.device or source.hardware),
+    }
+    informative: dict[str, tuple[object, object]] = {}
+    if run.model == figure.model:
+        # With another model these properties differ too, and need not be listed.
+        decisive |= {
+            "backend": (spec and spec.backend, figure.backend),
+            "micro batch": (spec and spec.batch.micro_batch_size, figure.micro_batch_size),
+            "global batch": (run.global_batch_size, figure.global_batch_size),
+            "precision": (spec and spec.dtype, figure.dtype),
+        }
+        informative = {
+            "Megatron": (commit, source.megatron_commit),
+            "driver": (driver, source.driver),
+        }
     differences = []
-    for prevents_verdict, name, value, published in properties:
-        if published is not None and value != published:
-            value_text = value if value not in (None, "") else "unknown"
+    for properties in (decisive, informative):
+        for name, (value, published) in properties.items():
+            if published is None or value == published:
+                continue
+            value_text = "unknown" if value in (None, "") else value
             text = f"{name} {value_text} instead of {published}"
-            differences.append(_SetupDifference(prevents_verdict, text))
+            differences.append(_SetupDifference(properties is decisive, text))
     return differences

@@ -54,19 +54,7 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
     printed = _printed_throughput(run)
     # A token count of 0 means that the log does not name its batch.
     if not iteration_ms or spec is None or not spec.tokens_per_iteration:
-        tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
-        tokens_per_second = 1000 * tokens / iteration_ms if iteration_ms and tokens else None
-        per_device = None
-        if tokens_per_second and run.num_devices:
-            per_device = tokens_per_second / run.num_devices
-        return Rates(
-            tokens_per_second=tokens_per_second or _printed_median(run, PRINTED_TOKENS_PER_SECOND),
-            tokens_per_second_per_device=(
-                per_device or _printed_median(run, PRINTED_TOKENS_PER_DEVICE)
-            ),
-            printed_tflops_per_device=printed.tflops_per_device,
-            model_doubt=why_parameters_differ(run),
-        )
+        return _rates_without_spec(run, iteration_ms, printed)
     seconds, devices = iteration_ms / 1000, spec.parallelism.world_size
     samples, length = spec.batch.global_batch_size, spec.shape.seq_length
     tokens_per_second = spec.tokens_per_iteration / seconds
@@ -82,6 +70,27 @@ def compute_rates(run: Run, iteration_ms: float | None) -> Rates:
         note = "no FLOPs and no parameters in total: the log does not state the vocabulary"
         return replace(rates, notes=(note,))
     return _add_flops(rates, run, spec, seconds=seconds, printed=printed)
+
+
+def _rates_without_spec(run: Run, iteration_ms: float | None, printed: _PrintedThroughput) -> Rates:
+    """Return the token rates of a run whose configuration or time is unknown, without FLOPs.
+
+    Rates that do not follow from the run's batch, sequence length and time are those that the log prints.
+    """
+    tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
+    tokens_per_second = per_device = None
+    if iteration_ms and tokens:
+        tokens_per_second = 1000 * tokens / iteration_ms
+        if run.num_devices:
+            per_device = tokens_per_second / run.num_devices
+    return Rates(
+        tokens_per_second=tokens_per_second or _printed_median(run, PRINTED_TOKENS_PER_SECOND),
+        tokens_per_second_per_device=(
+            per_device or _printed_median(run, PRINTED_TOKENS_PER_DEVICE)
+        ),
+        printed_tflops_per_device=printed.tflops_per_device,
+        model_doubt=why_parameters_differ(run),
+    )
 
 
 def _printed_median(run: Run, name: str) -> float | None:
@@ -119,7 +128,7 @@ class _PrintedThroughput:
 
     tflops_per_device: float | None
     flops_per_device_iteration: float | None = None
-    """FLOPs per device and iteration from which it follows; None without times."""
+    """FLOPs per device and iteration: the printed rate times the printed time; None without times."""
     rounding: float = 0.0
     """Largest relative rounding error of the printed numbers."""
 
@@ -163,6 +172,7 @@ def _add_flops(
         megatron_flops = printed.flops_per_device_iteration * devices
         differ = abs(flops / megatron_flops - 1) > DISAGREEMENT + printed.rounding
         if not differ and printed.rounding > _MAX_ROUNDING:
+            # The printed digits are too few to say by how much the two counts differ.
             megatron_flops = None
     return replace(
         rates,

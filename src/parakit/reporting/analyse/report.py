@@ -101,6 +101,7 @@ def _add_speeds(entries: Sequence[Entry]) -> list[Entry]:
     Verdicts are adjusted for the number of comparisons with the same reference.
     """
     result, candidates = list(entries), list(entries)
+    # Judged times of the compared rows, by the name of the reference and the index of the row.
     judged_by_reference: dict[str, dict[int, TimeComparison]] = {}
     for index, entry in enumerate(entries):
         reference = _find_reference(entry, candidates, entries) if entry.estimate else None
@@ -116,7 +117,8 @@ def _add_speeds(entries: Sequence[Entry]) -> list[Entry]:
         reference = next(entry for entry in entries if entry.run.name == name)
         if _withhold_impossible(reference, result, tuple(judged)):
             continue
-        for index, comparison in zip(judged, adjust_verdicts(list(judged.values())), strict=True):
+        adjusted = adjust_verdicts(list(judged.values()))
+        for index, comparison in zip(judged, adjusted, strict=True):
             judged_speed = result[index].speed
             assert judged_speed is not None
             result[index] = replace(result[index], speed=judged_speed.replace_judged(comparison))
@@ -175,8 +177,16 @@ def _find_reference(
     run = entry.run
     if not run.model:
         return None
-    cohort = [o for o in timed if (o.run.model, o.run.device) == (run.model, run.device)]
-    return min(cohort, key=lambda o: (bool(o.spec and o.spec.patch_file), not o.run.is_baseline))
+    cohort = [
+        other for other in timed if other.run.model == run.model and other.run.device == run.device
+    ]
+    return min(cohort, key=_reference_order)
+
+
+def _reference_order(entry: Entry) -> tuple[bool, bool]:
+    """Return a sort key that puts unpatched runs before patched ones, and then baseline before other strategies."""
+    is_patched = entry.spec is not None and entry.spec.patch_file is not None
+    return is_patched, not entry.run.is_baseline
 
 
 def _find_log_reference(entry: Entry, timed: Sequence[Entry], entries: Sequence[Entry]) -> Entry:
@@ -187,11 +197,12 @@ def _find_log_reference(entry: Entry, timed: Sequence[Entry], entries: Sequence[
     """
     run = entry.run
     same_size = [other for other in timed if _are_of_one_size(other.run, run)]
-    other_runs = [other.run for other in entries if other.estimate and other is not entry]
-    has_peers = any(
-        _are_of_one_size(other, run) and _are_comparable(other, run) for other in other_runs
+    has_comparable_log = any(
+        _are_of_one_size(other.run, run) and _are_comparable(other.run, run)
+        for other in entries
+        if other.estimate and other is not entry
     )
-    if not has_peers:
+    if not has_comparable_log:
         return same_size[0]
     return next(other for other in same_size if _are_comparable(other.run, run))
 

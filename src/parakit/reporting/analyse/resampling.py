@@ -35,54 +35,93 @@ def median_interval(values: Floats) -> tuple[float, float]:
 
         It is positive if more than half of the values are at most `middle`.
         """
-        below = values <= middle
-        sums = np.concatenate([[0], np.cumsum(np.concatenate([below, below[: length - 1]]))])
-        error = math.sqrt(count / length * float(np.var(sums[length:] - sums[:-length])))
+        is_below = values <= middle
+        # The samples form a circle, so the last blocks end with samples from the beginning.
+        circle = np.concatenate([is_below, is_below[: length - 1]])
+        sums = np.concatenate([[0], np.cumsum(circle)])
+        num_below_by_block = sums[length:] - sums[:-length]
+        error = math.sqrt(count / length * float(np.var(num_below_by_block)))
         excess = float(sums[count]) - count / 2
         if error:
             return excess / error
         return math.copysign(math.inf, excess) if excess else 0.0
 
-    low, high = (bisect_left(distinct, end, key=certainty) for end in (-NORMAL, NORMAL))
-    return float(distinct[low]), float(distinct[min(high, len(distinct) - 1)])
+    low = bisect_left(distinct, -NORMAL, key=certainty)
+    high = min(bisect_left(distinct, NORMAL, key=certainty), len(distinct) - 1)
+    return float(distinct[low]), float(distinct[high])
 
 
 def order_statistics_interval(values: Floats) -> tuple[float, float]:
     """Return an interval of the median that assumes no distribution.
 
-    It is the narrowest symmetric pair of order statistics that holds the median with at least 95%.
+    The ends are the k-th smallest and the k-th largest sample, for the largest k with which the interval holds the
+    median in at least 95% of all cases. If no k is enough, they are the smallest and the largest sample.
     """
     count = len(values)
     ordered = np.sort(values)
-    tail, rank = 0.5**count, 0
-    # P(median below the k-th smallest) is the binomial tail up to k - 1.
-    while 2 * (following := tail + math.comb(count, rank + 1) * 0.5**count) <= 1 - CONFIDENCE:
-        tail, rank = following, rank + 1
+    rank = 0
+    # The median is below the k-th smallest sample with the probability of the binomial tail up to k - 1.
+    tail = 0.5**count
+    while True:
+        next_tail = tail + math.comb(count, rank + 1) * 0.5**count
+        if 2 * next_tail > 1 - CONFIDENCE:
+            break
+        tail = next_tail
+        rank += 1
     return float(ordered[rank]), float(ordered[count - 1 - rank])
 
 
 def block_length(values: Floats) -> int:
-    """Return the block length in samples for the circular bootstrap, by Politis & White's rule."""
+    """Return the block length in samples for the circular bootstrap.
+
+    The length follows from the autocovariance by the rule of Politis & White (2004). Samples that do not vary give
+    1, and no length is above a third of the samples.
+    """
     count = len(values)
     centred = values - values.mean()
     variance = float(centred @ centred) / count
     if variance == 0:
         return 1
-    longest = min(count - 1, math.ceil(math.sqrt(count)) + 5)
-    # A Fourier transform, because a sum per lag of half a million samples takes a second and a half.
-    transformed = np.fft.rfft(centred, 1 << (count + longest).bit_length())
-    products = np.fft.irfft(transformed.real**2 + transformed.imag**2)
-    covariance = (products[: longest + 1] / count).tolist()
-    band = 2 * math.sqrt(math.log10(count) / count)
-    silent = [abs(value) / variance < band for value in covariance]
-    last = next((k for k in range(1, longest) if all(silent[k : k + 5])), longest) - 1
-    reach = min(2 * max(1, last), longest)
-    weights = [1.0 if k / reach <= 0.5 else 2 * (1 - k / reach) for k in range(reach + 1)]
-    slope = 2 * sum(w * k * c for k, (w, c) in enumerate(zip(weights, covariance, strict=False)))
-    total = covariance[0] + 2 * sum(
-        w * c for w, c in zip(weights[1:], covariance[1:], strict=False)
-    )
+    longest_lag = min(count - 1, math.ceil(math.sqrt(count)) + 5)
+    covariance = _autocovariance(centred, longest_lag)
+    last_correlated = _find_last_correlated_lag(covariance, variance, count)
+    reach = min(2 * max(1, last_correlated), longest_lag)
+    lags = range(reach + 1)
+    # The weights are 1 up to half of the reach, and fall to 0 at its end.
+    weights = [1.0 if lag / reach <= 0.5 else 2 * (1 - lag / reach) for lag in lags]
+    slope = 2 * sum(weights[lag] * lag * covariance[lag] for lag in lags)
+    total = covariance[0] + 2 * sum(weights[lag] * covariance[lag] for lag in lags[1:])
     if total <= 0:
         return 1
     length = (2 * slope**2 / (4 / 3 * total**2)) ** (1 / 3) * count ** (1 / 3)
     return int(min(max(1, round(length)), max(1, count // 3)))
+
+
+def _autocovariance(centred: Floats, longest_lag: int) -> list[float]:
+    """Return the autocovariance of samples with mean 0 by lag, from lag 0 to `longest_lag`."""
+    count = len(centred)
+    # A Fourier transform, because a sum per lag of half a million samples takes a second and a half.
+    padded_length = 1 << (count + longest_lag).bit_length()
+    transformed = np.fft.rfft(centred, padded_length)
+    products = np.fft.irfft(transformed.real**2 + transformed.imag**2)
+    covariance: list[float] = (products[: longest_lag + 1] / count).tolist()
+    return covariance
+
+
+def _find_last_correlated_lag(covariance: list[float], variance: float, count: int) -> int:
+    """Return the lag after which five autocorrelations in a row are too small to differ from 0.
+
+    Without five such lags the result is the last lag but one.
+
+    Args:
+        covariance: Autocovariance by lag, from lag 0 on.
+        variance: Variance of the samples.
+        count: Number of samples.
+    """
+    longest_lag = len(covariance) - 1
+    insignificant = 2 * math.sqrt(math.log10(count) / count)
+    is_silent = [abs(value) / variance < insignificant for value in covariance]
+    for lag in range(1, longest_lag):
+        if all(is_silent[lag : lag + 5]):
+            return lag - 1
+    return longest_lag - 1

@@ -22,33 +22,63 @@ from parakit.reporting.analyse.statistics import Estimate
 
 def write_row_notes(entry: Entry) -> str:
     """Return the notes on a row as one text, the most important first, separated by semicolons."""
-    run, row, spec = entry.run, entry.configuration, entry.spec
     notes = [
-        f"changed by PATCH_FILE={describe_patch_file(spec)}" if spec and spec.patch_file else "",
-        SHARED if spec and spec.shares_gpu else "",
-        f"patches: {', '.join(spec.fused)}" if spec and spec.fused else "",
-        run.status.reason,
-        f"{len(row.runs)} runs pooled" if len(row.runs) > 1 else "",
+        *_spec_notes(entry.spec),
+        *_run_notes(entry),
+        *_model_notes(entry),
+        *_parity_notes(entry.parity, entry.run),
+        resumption_sentence(entry.run),
     ]
-    if entry.estimate and entry.estimate.repeats_disagree:
-        notes.append(f"repeats disagree: {describe_disagreement(entry)}")
-    notes += [shift.text for shift in entry.changes_within_run]
-    notes += describe_other_attempts(row)
-    older = {"other code": row.other_code, "other versions": row.superseded - row.other_code}
-    notes += [
-        f"{count} older under {conditions} not shown"
-        for conditions, count in older.items()
-        if count
-    ]
-    if doubt := entry.rates.model_doubt:
-        text = "parameters in total are empty"
-        if entry.rates.model_tflops_per_device is not None:
-            text += " and TFLOP/s are doubtful"
-        notes.append(f"{text}: {doubt}")
-    notes += [*_parity_notes(entry.parity, run), resumption_sentence(run)]
-    if describe_adam_state(run) not in (None, "existed"):
+    if describe_adam_state(entry.run) not in (None, "existed"):
         notes.append("Adam's state never existed (every step skipped), so memory reads too low")
-    return "; ".join(filter(None, [*notes, *entry.rates.notes, *run.notes])).replace(".; ", "; ")
+    notes += [*entry.rates.notes, *entry.run.notes]
+    text = "; ".join(note for note in notes if note)
+    # Notes that are sentences lose their full stop before a semicolon.
+    return text.replace(".; ", "; ")
+
+
+def _spec_notes(spec: RunSpec | None) -> Iterator[str]:
+    """Yield the notes on what was patched and on a shared GPU; yield nothing for an unknown configuration."""
+    if spec is None:
+        return
+    if spec.patch_file:
+        yield f"changed by PATCH_FILE={describe_patch_file(spec)}"
+    if spec.shares_gpu:
+        yield SHARED
+    if spec.fused:
+        yield f"patches: {', '.join(spec.fused)}"
+
+
+def _run_notes(entry: Entry) -> Iterator[str]:
+    """Yield the notes on the runs of a row: status, repeats, changes within the run, and runs that are not shown.
+
+    A note may be empty.
+    """
+    row = entry.configuration
+    yield entry.run.status.reason
+    if len(row.runs) > 1:
+        yield f"{len(row.runs)} runs pooled"
+    if entry.estimate and entry.estimate.repeats_disagree:
+        yield f"repeats disagree: {describe_disagreement(entry)}"
+    for change in entry.changes_within_run:
+        yield change.text
+    yield from describe_other_attempts(row)
+    other_versions = row.superseded - row.other_code
+    if row.other_code:
+        yield f"{row.other_code} older under other code not shown"
+    if other_versions:
+        yield f"{other_versions} older under other versions not shown"
+
+
+def _model_notes(entry: Entry) -> Iterator[str]:
+    """Yield a note if a rank printed another number of parameters than the model has."""
+    doubt = entry.rates.model_doubt
+    if not doubt:
+        return
+    text = "parameters in total are empty"
+    if entry.rates.model_tflops_per_device is not None:
+        text += " and TFLOP/s are doubtful"
+    yield f"{text}: {doubt}"
 
 
 def _parameters_total(entry: Entry) -> int | None:

@@ -216,13 +216,14 @@ def estimate_time(runs: Sequence[Sequence[float]], scatter: Scatter = ON_GPUS) -
         return None
     pooled = np.concatenate(samples_by_run)
     long_runs = [samples for samples in samples_by_run if len(samples) >= MIN_FOR_INTERVAL]
-    long_runs = long_runs or [pooled]
+    if not long_runs:
+        long_runs = [pooled]
     medians = [float(np.median(samples)) for samples in long_runs]
-    middle = sum(medians) / len(medians)
-    spread = robust_spread(pooled) / middle if middle else 0.0
+    mean_of_medians = sum(medians) / len(medians)
+    spread = robust_spread(pooled) / mean_of_medians if mean_of_medians else 0.0
     counts = (len(pooled), len(samples_by_run), spread)
-    if min(map(len, long_runs)) < MIN_FOR_INTERVAL or middle <= 0:
-        return Estimate(middle, None, None, *counts, IntervalMethod.NONE, scatter=scatter)
+    if len(long_runs[0]) < MIN_FOR_INTERVAL or mean_of_medians <= 0:
+        return Estimate(mean_of_medians, None, None, *counts, IntervalMethod.NONE, scatter=scatter)
     method = IntervalMethod.ORDER
     if len(long_runs[0]) >= MIN_FOR_BOOTSTRAP:
         method = IntervalMethod.BOOTSTRAP
@@ -248,28 +249,40 @@ def estimate_from_medians(
         counts: Number of samples, number of runs, and relative spread of one sample.
         method: Method of the intervals.
     """
-    count, middle = len(medians), sum(medians) / len(medians)
-    between = float(np.std(medians, ddof=1)) / middle if count > 1 else None
+    num_runs, middle = len(medians), sum(medians) / len(medians)
+    between = float(np.std(medians, ddof=1)) / middle if num_runs > 1 else None
     squares = [((high - low) / 2 / NORMAL / middle) ** 2 for low, high in within]
-    within_error = math.sqrt(sum(squares) / count)
-    degrees_of_freedom, assumed = None, max(scatter.assumed, between or 0.0)
+    within_error = math.sqrt(sum(squares) / num_runs)
+    assumed = max(scatter.assumed, between or 0.0)
     quantile = student_quantile(scatter.degrees_of_freedom)
-    if between is not None and count >= REPEATS_FOR_TRUST:
-        error, degrees_of_freedom = max(between, within_error) / math.sqrt(count), count - 1
+    degrees_of_freedom = None
+    if between is not None and num_runs >= REPEATS_FOR_TRUST:
+        # The runs are enough to show their own scatter.
+        error = max(between, within_error) / math.sqrt(num_runs)
+        degrees_of_freedom = num_runs - 1
         half_width = student_quantile(degrees_of_freedom) * error * middle
         low, high = middle - half_width, middle + half_width
-    elif count > 1:
-        error = math.hypot(assumed, within_error) / math.sqrt(count)
+    elif num_runs > 1:
+        error = math.hypot(assumed, within_error) / math.sqrt(num_runs)
         low, high = middle * (1 - quantile * error), middle * (1 + quantile * error)
     else:
         # The interval of a single run is as asymmetric as the interval of its own samples.
-        error, add = math.hypot(assumed, within_error), quantile * assumed * middle
-        low = middle - math.hypot(middle - within[0][0], add)
-        high = middle + math.hypot(within[0][1] - middle, add)
+        error = math.hypot(assumed, within_error)
+        half_width_between = quantile * assumed * middle
+        own_low, own_high = within[0]
+        low = middle - math.hypot(middle - own_low, half_width_between)
+        high = middle + math.hypot(own_high - middle, half_width_between)
     # Digits beyond those of the samples would differ between builds of numpy.
-    low, high = min(middle, float(f"{max(0.0, low):.7g}")), max(middle, float(f"{high:.7g}"))
+    rounded_low, rounded_high = float(f"{max(0.0, low):.7g}"), float(f"{high:.7g}")
+    num_samples, num_all_runs, spread = counts
     return Estimate(
-        *(middle, low, high, *counts, method),
+        middle,
+        low=min(middle, rounded_low),
+        high=max(middle, rounded_high),
+        count=num_samples,
+        runs=num_all_runs,
+        spread=spread,
+        method=method,
         standard_error=error,
         degrees_of_freedom=degrees_of_freedom,
         scatter_between_runs=between,
@@ -316,21 +329,24 @@ def adjust_verdicts(comparisons: Sequence[TimeComparison]) -> list[TimeCompariso
     Among many pairs of equal times, one can look different by chance. A verdict that the rule does not confirm
     becomes `within noise`, and its `among` states the number of comparisons. A single comparison stays as it is.
     """
-    tested = [
-        index for index, comparison in enumerate(comparisons) if comparison.chance is not None
-    ]
-    tested.sort(key=lambda index: comparisons[index].chance or 0.0)
+    p_values = {
+        index: comparison.chance
+        for index, comparison in enumerate(comparisons)
+        if comparison.chance is not None
+    }
     result = list(comparisons)
-    if len(tested) < 2:
+    if len(p_values) < 2:
         # For a single pair the interval decides alone.
         return result
     still_holds = True
-    for rank, index in enumerate(tested):
-        p_value = comparisons[index].chance or 0.0
-        still_holds = still_holds and p_value <= (1 - CONFIDENCE) / (len(tested) - rank)
+    num_untested = len(p_values)
+    for index in sorted(p_values, key=p_values.__getitem__):
+        # From the first p-value above its bound on, no verdict is confirmed.
+        still_holds = still_holds and p_values[index] <= (1 - CONFIDENCE) / num_untested
+        num_untested -= 1
         if not still_holds and comparisons[index].verdict.is_clear:
             result[index] = replace(
-                comparisons[index], verdict=TimeVerdict.NOISE, among=len(tested)
+                comparisons[index], verdict=TimeVerdict.NOISE, among=len(p_values)
             )
     return result
 
@@ -400,12 +416,13 @@ def _interval_distances(reference: Estimate, other: Estimate) -> _IntervalDistan
     # Welch's t, because one strategy may scatter by ten times as much as another. For three runs against
     # five it has too many degrees of freedom by chance, so they are averaged with the wider side's own.
     # Repeats that are equal to the last digit still differ by rounding.
-    (narrow, narrow_freedom), (wide, wide_freedom) = sorted(
+    variances = [
         (max(estimate.standard_error or 0.0, 1e-9) ** 2, estimate.degrees_of_freedom or 0)
         for estimate in (reference, other)
-    )
-    welch = (narrow + wide) ** 2 / (narrow**2 / narrow_freedom + wide**2 / wide_freedom)
-    freedom = 2 / (1 / welch + 1 / wide_freedom)
+    ]
+    (narrow, narrow_freedom), (wide, wide_freedom) = sorted(variances)
+    welch_freedom = (narrow + wide) ** 2 / (narrow**2 / narrow_freedom + wide**2 / wide_freedom)
+    freedom = 2 / (1 / welch_freedom + 1 / wide_freedom)
     half_width = student_quantile(freedom) * math.sqrt(narrow + wide)
     return _IntervalDistances(half_width, half_width, freedom)
 
@@ -415,17 +432,17 @@ def _log_distances(estimate: Estimate, compared: Estimate) -> tuple[float, float
 
     The interval of a single run is widened if the runs of `compared` scatter by more than the assumed scatter.
     """
+    # The logarithm of an end at 0 would be infinite.
     least = 1e-9 * estimate.median
-    low, high = (
-        abs(math.log(max(end or 0.0, least) / estimate.median))
-        for end in (estimate.low, estimate.high)
-    )
-    shown = compared.scatter_between_runs or 0.0
-    if not estimate.is_single_run or shown <= estimate.scatter.assumed:
-        return low, high
+    below = abs(math.log(max(estimate.low or 0.0, least) / estimate.median))
+    above = abs(math.log(max(estimate.high or 0.0, least) / estimate.median))
+    other_scatter = compared.scatter_between_runs or 0.0
+    assumed = estimate.scatter.assumed
+    if not estimate.is_single_run or other_scatter <= assumed:
+        return below, above
     quantile = student_quantile(estimate.scatter.degrees_of_freedom)
-    added = quantile * math.sqrt(shown**2 - estimate.scatter.assumed**2)
-    return math.hypot(low, added), math.hypot(high, added)
+    added = quantile * math.sqrt(other_scatter**2 - assumed**2)
+    return math.hypot(below, added), math.hypot(above, added)
 
 
 def _distance_decided_by_repeats(reference: Estimate, other: Estimate) -> float:

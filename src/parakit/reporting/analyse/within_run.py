@@ -126,29 +126,56 @@ def _find_steps_and_alternation(
     """
     usual = np.flatnonzero(~is_slow)
     usual_times, usual_numbers = times[usual], numbers[usual]
-    level_bounds = _find_step_indexes(usual_times)
+    previous: Floats | None = None
+    previous_alternates = False
+    starts = _find_stretch_starts(usual_times)
+    ends = [*starts[1:], len(usual_times)]
+    for start, end in zip(starts, ends, strict=True):
+        stretch = usual_times[start:end]
+        first = int(usual_numbers[start])
+        levels = _find_alternating_levels(stretch)
+        before_ms = None if previous is None else float(np.median(previous))
+        if levels and not previous_alternates:
+            yield _describe_alternation(run, first, levels, before_ms)
+        elif previous is not None and before_ms is not None and _differ_clearly(previous, stretch):
+            yield _describe_step(run, first, before_ms, float(np.median(stretch)))
+        previous, previous_alternates = stretch, levels is not None
+
+
+def _find_stretch_starts(times: Floats) -> list[int]:
+    """Return the indexes at which the level of the times, or the difference between neighbours, changes.
+
+    The first index is 0. Each stretch has at least MIN_SEGMENT iterations; a change that is nearer to the one
+    before, or to the end, is left out.
+    """
+    level_starts = _find_step_indexes(times)
     # A difference belongs to the later of its two iterations.
-    difference_bounds = [1 + index for index in _find_step_indexes(np.abs(np.diff(usual_times)))]
-    edges = [0]
-    for bound in sorted({*level_bounds, *difference_bounds}):
-        if edges[-1] + MIN_SEGMENT <= bound <= len(usual_times) - MIN_SEGMENT:
-            edges.append(bound)
-    ends = [*edges[1:], len(usual_times)]
-    parts = [usual_times[start:end] for start, end in zip(edges, ends, strict=True)]
-    levels = [float(np.median(part)) for part in parts]
-    alternations = [_find_alternating_levels(part) for part in parts]
-    for index, part in enumerate(parts):
-        first = int(usual_numbers[edges[index]])
-        alternation = alternations[index]
-        if alternation and not (index and alternations[index - 1]):
-            where = f"from iteration {first} on" if index else "all along"
-            low, high = number(alternation[0]), number(alternation[1])
-            text = f"{where} iterations alternate between {low} and {high} ms"
-            text += f", before they took {number(levels[index - 1])} ms" if index else ""
-            text += _describe_cause(run, first)
-            yield ChangeWithinRun(ChangeKind.ALTERNATING, first, text)
-        elif index and _differ_clearly(parts[index - 1], part):
-            yield _describe_step(run, first, levels[index - 1], levels[index])
+    difference_starts = [1 + index for index in _find_step_indexes(np.abs(np.diff(times)))]
+    starts = [0]
+    for start in sorted({*level_starts, *difference_starts}):
+        if starts[-1] + MIN_SEGMENT <= start <= len(times) - MIN_SEGMENT:
+            starts.append(start)
+    return starts
+
+
+def _describe_alternation(
+    run: Run, first: int, levels: tuple[float, float], before_ms: float | None
+) -> ChangeWithinRun:
+    """Return a stretch from iteration `first` on in which times alternate, with the cause that the log shows.
+
+    Args:
+        run: The run.
+        first: First iteration of the stretch.
+        levels: The two times in milliseconds, the lower first.
+        before_ms: Median time of the stretch before; None if the run begins with this stretch.
+    """
+    low, high = levels
+    where = "all along" if before_ms is None else f"from iteration {first} on"
+    text = f"{where} iterations alternate between {number(low)} and {number(high)} ms"
+    if before_ms is not None:
+        text += f", before they took {number(before_ms)} ms"
+    text += _describe_cause(run, first)
+    return ChangeWithinRun(ChangeKind.ALTERNATING, first, text)
 
 
 def _describe_step(run: Run, first: int, before_ms: float, after_ms: float) -> ChangeWithinRun:
@@ -214,13 +241,16 @@ def _find_step_indexes(values: Floats, depth: int = 0) -> list[int]:
     if count < 2 * MIN_SEGMENT or depth >= _MAX_STEPS:
         return []
     block = max(1, count // _MAX_POINTS)
-    coarse = np.median(values[: count // block * block].reshape(-1, block), axis=1)
-    low, high = np.quantile(coarse, [0.02, 0.98])
-    clipped = np.clip(coarse, low, high)
+    blocks = values[: count // block * block].reshape(-1, block)
+    points = np.median(blocks, axis=1)
+    # Outliers are clipped, because a single one would look like a step.
+    low, high = np.quantile(points, [0.02, 0.98])
+    clipped = np.clip(points, low, high)
+    # At a step the cumulative sum is farthest from 0; the weight makes cuts near the ends comparable.
     sums = np.cumsum(clipped - clipped.mean())[:-1]
-    indexes = np.arange(1, len(coarse))
-    weight = np.sqrt(indexes * (len(coarse) - indexes) / len(coarse))
-    usable = slice(MIN_SEGMENT - 1, len(coarse) - MIN_SEGMENT)
+    cuts = np.arange(1, len(points))
+    weight = np.sqrt(cuts * (len(points) - cuts) / len(points))
+    usable = slice(MIN_SEGMENT - 1, len(points) - MIN_SEGMENT)
     strengths = np.abs(sums / weight)[usable]
     if not len(strengths):
         return []
@@ -307,12 +337,14 @@ def _describe_cause_of_period(run: Run, slow: Sequence[int], period: int) -> str
     one. Otherwise the cause is the first of Megatron's arguments in `_PERIODS` that is switched on and has the
     value `period`. Without either, the text says that the log does not show the cause.
     """
-    saved = {event.iteration for event in run.log.checkpoints}
-    evaluated = {event.iteration for event in run.log.validation}
-    for name, iterations in (("a checkpoint", saved), ("an evaluation", evaluated)):
+    iterations_by_event = {
+        "a checkpoint": {event.iteration for event in run.log.checkpoints},
+        "an evaluation": {event.iteration for event in run.log.validation},
+    }
+    for event_name, iterations in iterations_by_event.items():
         num_following = sum(n in iterations or n - 1 in iterations for n in slow)
         if num_following > len(slow) / 2:
-            return f": they follow {name}"
+            return f": they follow {event_name}"
     arguments = _flag_values(run)
     for name, switch in _PERIODS.items():
         if arguments.get(name) == str(period) and arguments.get(switch, "") not in _OFF:

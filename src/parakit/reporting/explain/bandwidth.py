@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from parakit.config.run import Backend
+from parakit.config.run import Backend, RunSpec
 from parakit.costs import NUM_NODES, link_seconds, seconds_at_other_rate
 from parakit.logs import Run
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.canvas import WIDTH_INCHES, add_grid, entry_colour
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -66,29 +67,37 @@ def rate_curves(entries: Sequence[Entry]) -> list[RateCurve]:
             entry_by_identity[_curve_identity(entry)] = entry
     curves = []
     for identity, entry in entry_by_identity.items():
-        spec = entry.run.spec
-        if entry.estimate is None or spec is None:
-            continue
-        points: list[tuple[float, float]] = []
-        unshaped_ms: list[float] = []
-        for same_entry in entries:
-            if _curve_identity(same_entry) != identity or same_entry.time_ms is None:
-                continue
-            rate = _link_rate(same_entry.run)
-            if rate:
-                points.append((rate, same_entry.time_ms))
-            else:
-                unshaped_ms.append(same_entry.time_ms)
-        backend = "" if spec.backend == Backend.MEGATRON else f"{spec.backend} "
-        curves.append(
-            RateCurve(
-                name=f"{backend}{spec.name} ×{spec.parallelism.world_size}",
-                points=tuple(sorted(points, key=itemgetter(0))),
-                unshaped=unshaped_ms[-1] if unshaped_ms else None,
-                sent_seconds=busy_seconds_at_one_bit(entry.run),
-            )
-        )
+        if entry.estimate is not None and entry.run.spec is not None:
+            same_entries = [other for other in entries if _curve_identity(other) == identity]
+            curves.append(_build_curve(entry.run, entry.run.spec, same_entries))
     return curves
+
+
+def _build_curve(run: Run, spec: RunSpec, entries: Sequence[Entry]) -> RateCurve:
+    """Return the curve of one strategy; its points are ordered by bandwidth.
+
+    Args:
+        run: Run whose communication log gives the bytes.
+        spec: Configuration of the run.
+        entries: Rows of the strategy, of which those without a time are left out.
+    """
+    points: list[tuple[float, float]] = []
+    unshaped_ms = None
+    for entry in entries:
+        if entry.time_ms is None:
+            continue
+        rate = _link_rate(entry.run)
+        if rate:
+            points.append((rate, entry.time_ms))
+        else:
+            unshaped_ms = entry.time_ms
+    backend = "" if spec.backend == Backend.MEGATRON else f"{spec.backend} "
+    return RateCurve(
+        name=f"{backend}{spec.name} ×{spec.parallelism.world_size}",
+        points=tuple(sorted(points, key=itemgetter(0))),
+        unshaped=unshaped_ms,
+        sent_seconds=busy_seconds_at_one_bit(run),
+    )
 
 
 def busy_seconds_at_one_bit(run: Run) -> float | None:
@@ -132,28 +141,13 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     figure.set_size_inches(WIDTH_INCHES, 4.2)
     axes = figure.add_subplot()
     for index, curve in enumerate(curves):
-        colour = entry_colour(index)
-        dots = [(rate / _BITS_PER_GIGABIT, milliseconds) for rate, milliseconds in curve.points]
-        look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
-        axes.plot(*zip(*dots, strict=True), color=colour, label=curve.name, **look)
-        if curve.unshaped is not None:
-            # Without a limit there is no bandwidth to draw at, so the bar stands at the right edge.
-            axes.axhline(curve.unshaped, xmin=0.985, color=colour, linewidth=2.4)
-        slowest, fastest = curve.points[0][0], PREDICTED_BITS_PER_SECOND[-1]
-        rates = [
-            slowest * (fastest / slowest) ** (step / _POINTS_PER_CURVE)
-            for step in range(_POINTS_PER_CURVE + 1)
-        ]
-        if line := _predicted_points(curve, rates):
-            axes.plot(*zip(*line, strict=True), color=colour, linewidth=1, linestyle=(0, (4, 3)))
-        for gigabits, milliseconds in _predicted_points(curve, PREDICTED_BITS_PER_SECOND):
-            ring: dict[str, Any] = {"marker": "o", "markersize": 6, "markerfacecolor": "none"}
-            axes.plot(gigabits, milliseconds, color=colour, **ring)
+        _draw_measured_times(axes, curve, entry_colour(index))
+        _draw_predicted_times(axes, curve, entry_colour(index))
     axes.set_xscale("log")
-    measured_rates = {rate for curve in curves for rate, _ in curve.points}
-    ticks = [
-        rate / _BITS_PER_GIGABIT for rate in sorted(measured_rates | {*PREDICTED_BITS_PER_SECOND})
-    ]
+    marked_rates = set(PREDICTED_BITS_PER_SECOND)
+    for curve in curves:
+        marked_rates.update(rate for rate, _ in curve.points)
+    ticks = [rate / _BITS_PER_GIGABIT for rate in sorted(marked_rates)]
     axes.set_xticks(ticks, [f"{gigabits:g}" for gigabits in ticks])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
@@ -161,6 +155,33 @@ def draw_bandwidth(figure: Figure, curves: Sequence[RateCurve]) -> None:
     axes.set_ylabel("ms per iteration")
     add_grid(axes)
     figure.legend(loc="outside right upper", handlelength=2.4)
+
+
+def _draw_measured_times(axes: Axes, curve: RateCurve, colour: str) -> None:
+    """Draw a dot per measured bandwidth, and a bar at the right edge for the time without a limit."""
+    gigabits = [rate / _BITS_PER_GIGABIT for rate, _ in curve.points]
+    milliseconds = [time_ms for _, time_ms in curve.points]
+    look: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 5}
+    axes.plot(gigabits, milliseconds, color=colour, label=curve.name, **look)
+    if curve.unshaped is not None:
+        # Without a limit there is no bandwidth to draw at, so the bar stands at the right edge.
+        axes.axhline(curve.unshaped, xmin=0.985, color=colour, linewidth=2.4)
+
+
+def _draw_predicted_times(axes: Axes, curve: RateCurve, colour: str) -> None:
+    """Draw the predicted times: a dashed line from the slowest measured bandwidth on, and rings without measurement."""
+    slowest, fastest = curve.points[0][0], PREDICTED_BITS_PER_SECOND[-1]
+    rates = [
+        slowest * (fastest / slowest) ** (step / _POINTS_PER_CURVE)
+        for step in range(_POINTS_PER_CURVE + 1)
+    ]
+    line = _predicted_points(curve, rates)
+    if line:
+        gigabits, milliseconds = zip(*line, strict=True)
+        axes.plot(gigabits, milliseconds, color=colour, linewidth=1, linestyle=(0, (4, 3)))
+    ring: dict[str, Any] = {"marker": "o", "markersize": 6, "markerfacecolor": "none"}
+    for x, y in _predicted_points(curve, PREDICTED_BITS_PER_SECOND):
+        axes.plot(x, y, color=colour, **ring)
 
 
 def _predicted_points(curve: RateCurve, rates: Sequence[float]) -> list[tuple[float, float]]:

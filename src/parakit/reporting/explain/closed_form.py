@@ -147,25 +147,24 @@ def compare_memory(
 
     yield compare("weights", measured[MemoryCategory.WEIGHTS], prediction.weights)
     yield compare("gradients", measured[MemoryCategory.GRADIENTS], prediction.gradients)
-    yield compare(
-        "optimizer state", optimizer_state, optimizer, _note_adam_steps(optimizer_state - optimizer)
-    )
+    adam_note = _note_adam_steps(optimizer_state - optimizer)
+    yield compare("optimizer state", optimizer_state, optimizer, adam_note)
     yield compare("activations", measured[MemoryCategory.ACTIVATIONS], candidate.activations)
     yield compare("logits and temporaries", temporaries, candidate.temporaries)
-    yield compare(
-        *("communication buffers", buffers, prediction.communication),
-        _note_buffers(buffers, prediction.communication),
-    )
+    buffer_note = _note_buffers(buffers, prediction.communication)
+    yield compare("communication buffers", buffers, prediction.communication, buffer_note)
     yield compare("peak of live tensors", rank.peak_bytes, peak, moments)
-    if device := rank.device:
-        rounding = "the allocator's live blocks, rounded up: their maximum since the start"
-        parts = (
-            f"reserved {amount(device.reserved_peak_bytes)}, of which the allocator's slack is "
-            f"{amount(device.slack_bytes)}; the remainder is context, libraries and other processes"
-        )
-        yield compare("allocated", device.allocated_peak_bytes, peak, rounding)
-        device_peak = peak + prediction.allocator
-        yield compare("the device's own reading", device.used_bytes, device_peak, parts)
+    device = rank.device
+    if device is None:
+        return
+    rounding = "the allocator's live blocks, rounded up: their maximum since the start"
+    yield compare("allocated", device.allocated_peak_bytes, peak, rounding)
+    parts = (
+        f"reserved {amount(device.reserved_peak_bytes)}, of which the allocator's slack is "
+        f"{amount(device.slack_bytes)}; the remainder is context, libraries and other processes"
+    )
+    device_peak = peak + prediction.allocator
+    yield compare("the device's own reading", device.used_bytes, device_peak, parts)
 
 
 def _note_adam_steps(extra_bytes: int) -> str:

@@ -44,7 +44,8 @@ Costs = dict[str, float]
 class _TimePair:
     """Time records of a strategy and of its baseline.
 
-    `ratio` times the baseline's time is the fair time: baseline's work divided over the strategy's ranks.
+    The fair time of the strategy is the baseline's time multiplied by `ratio`. In this time the strategy's ranks
+    would do the baseline's work if they shared it without any loss.
     """
 
     baseline: TimeRecord
@@ -85,11 +86,12 @@ def answer_costs(subjects: Sequence[Subject]) -> str:
         return (
             "No cost can be named: times are within noise, or a time record or baseline is missing."
         )
-    parts = sorted(costs_by_part.items(), key=lambda item: -len(item[1]))
-    costs = [f"{_join_payers(names)} for {part}" for part, names in parts]
+    parts = sorted(costs_by_part, key=lambda part: -len(costs_by_part[part]))
+    costs = [f"{_join_payers(costs_by_part[part])} for {part}" for part in parts]
     text = f"Beyond baseline's work divided over their ranks they pay per iteration: {'; '.join(costs)}."
     num_strategies = sum(subject.split != Parallelism() for subject in subjects)
-    num_without_cost = num_strategies - sum(map(len, costs_by_part.values()))
+    num_with_cost = sum(len(payers) for payers in costs_by_part.values())
+    num_without_cost = num_strategies - num_with_cost
     if num_without_cost:
         text += f" For {plural(num_without_cost, 'other row')} no cost is above noise, or a record is missing."
     return text
@@ -110,7 +112,8 @@ def costs_above_fair_time(reference: TimeRecord, other: TimeRecord, share: float
     """
     fair_parts, parts = _split_iteration(reference), _split_iteration(other)
     costs = {part: parts[part] - share * fair_parts[part] for part in parts}
-    return dict(sorted(costs.items(), key=lambda item: -item[1]))
+    largest_first = sorted(costs, key=lambda part: -costs[part])
+    return {part: costs[part] for part in largest_first}
 
 
 def fair_time_ratio(reference: Subject, other: Subject) -> float | None:
@@ -364,12 +367,11 @@ def answer_bubble(subjects: Sequence[Subject]) -> str:
     The text is empty if no pipeline run has a usable time record. The second sentence is left out if a stage has
     no times.
     """
-    measured = [subject for subject in subjects if subject.evidence.bubble]
-    if not measured:
+    bubbles = [(subject, bubble) for subject in subjects for bubble in subject.evidence.bubble]
+    if not bubbles:
         return ""
-    subject = max(measured, key=lambda item: max(b.measured for b in item.evidence.bubble))
+    subject, longest = max(bubbles, key=lambda pair: pair[1].measured)
     evidence, spec = subject.evidence, subject.evidence.configuration
-    longest = max(evidence.bubble, key=lambda bubble: bubble.measured)
     text = (
         f"Rank {longest.rank} of {subject.label} waits for {longest.measured:.0%} of its working time;"
         f" with equal stages it would wait for {longest.predicted:.0%}."
@@ -380,5 +382,8 @@ def answer_bubble(subjects: Sequence[Subject]) -> str:
     if stages is None:
         return text
     count, more = spec.microbatches, _MICROBATCH_FACTORS[-1] * spec.microbatches
-    ratio = stages.iteration_seconds(more) / more / (stages.iteration_seconds(count) / count)
-    return f"{text} {more} micro batches instead of {count} would save {1 - ratio:.1%} of the time."
+    seconds_per_microbatch = stages.iteration_seconds(count) / count
+    # With more micro batches the stages fill and drain the pipeline less often per micro batch.
+    seconds_with_more = stages.iteration_seconds(more) / more
+    saving = 1 - seconds_with_more / seconds_per_microbatch
+    return f"{text} {more} micro batches instead of {count} would save {saving:.1%} of the time."

@@ -153,27 +153,28 @@ def explain_runs(paths: Sequence[Path], root: Path, console: Console) -> int:
     A name that is not a folder is searched in `root`.
     """
     folders = find_run_folders(root)
-    paths = [
-        root / path if not path.exists() and root / path in folders else path for path in paths
-    ]
-    missing = [str(path) for path in paths if not path.exists()]
+    found_paths = []
+    for path in paths:
+        is_in_root = not path.exists() and root / path in folders
+        found_paths.append(root / path if is_in_root else path)
+    missing = [str(path) for path in found_paths if not path.exists()]
     if missing:
-        names = [folder.name for folder in folders[:-4:-1]]
-        hint = (
-            f"its newest are {', '.join(names)}" if names else "it has none; make demo trains six"
-        )
+        newest_names = [folder.name for folder in reversed(folders[-_MAX_NAMED_RUNS:])]
+        hint = "it has none; make demo trains six"
+        if newest_names:
+            hint = f"its newest are {', '.join(newest_names)}"
         console.print(
             f"There is no run {', '.join(missing)}; RUN= takes a run folder of {root} ({hint}).",
             markup=False,
         )
         return 1
-    runs, problems = load_runs(paths or folders)
+    runs, problems = load_runs(found_paths or folders)
     for problem in problems:
         console.print(problem, markup=False)
     if not runs:
         console.print(f"There is no run in {root}; make demo trains six.", markup=False)
         return 1
-    report = build_report("explain", runs, load_published(), all_conditions=bool(paths))
+    report = build_report("explain", runs, load_published(), all_conditions=bool(found_paths))
     print_explanation(explain(report), console)
     return 0
 
@@ -218,6 +219,8 @@ _PHASES = (
 """Phases of an iteration in the order of the table's columns, with their headings."""
 _WHOLE_NUMBER_COMPONENTS = ("parameters", "weights", "gradients")
 """Components whose values the table shows to the last digit, because they should be exact."""
+_MAX_NAMED_RUNS = 3
+"""Newest runs that an error names."""
 _MAX_WHOLE_RESIDUAL = 1e5
 """Residuals below this are shown as whole numbers, larger ones with a unit."""
 
@@ -350,16 +353,17 @@ _TABLES = (
 def build_tables(subjects: Sequence[Subject]) -> Iterator[TextTable]:
     """Yield each table that has at least one line. Ranks of a row with equal cells share a line."""
     for table in _TABLES:
+        headings = [heading for heading, _ in table.cells]
         lines: list[tuple[str, ...]] = []
         for subject in subjects:
-            ranks_by_line: dict[tuple[str, ...], list[str]] = {}
+            ranks_by_cells: dict[tuple[str, ...], list[str]] = {}
             for rank, item in table.items(subject.evidence):
-                line = tuple(write_cell(item) for _, write_cell in table.cells)
-                ranks_by_line.setdefault(line, []).append(str(rank))
-            for line, ranks in ranks_by_line.items():
-                lines.append((subject.label, ", ".join(ranks), *line))
+                cells = tuple(write_cell(item) for _, write_cell in table.cells)
+                ranks_by_cells.setdefault(cells, []).append(str(rank))
+            for cells, ranks in ranks_by_cells.items():
+                lines.append((subject.label, ", ".join(ranks), *cells))
         if lines:
-            header = ("Strategy", "Rank", *(heading for heading, _ in table.cells))
+            header = ("Strategy", "Rank", *headings)
             yield TextTable(table.name, table.title, header, tuple(lines))
 
 

@@ -143,7 +143,7 @@ def _explain_embedding(spec: RunSpec, last_stage: int) -> str:
 def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
     """Return a phrase on a rank's micro batches in flight and the bytes of their activations.
 
-    The bytes are those of the formula, and the measured ones if the record has a peak of forward.
+    The phrase has the bytes by formula. If the record has a peak of forward, it also has the measured bytes.
     """
     stage = spec.parallelism.pipeline_rank(rank.rank)
     micro_batches = layers_in_flight(spec, stage) / spec.num_layers_on_stage(stage)
@@ -155,8 +155,9 @@ def _describe_in_flight(spec: RunSpec, rank: RankMemory) -> str:
             f", measured {amount(forward_peak - state_bytes)} in addition to weights, gradients and"
             " optimizer"
         )
+    noun = "micro batch" if micro_batches == 1 else "micro batches"
     return (
-        f"rank {rank.rank} {micro_batches:g} micro batch{'es' * (micro_batches != 1)}, in closed form "
+        f"rank {rank.rank} {micro_batches:g} {noun}, in closed form "
         f"{amount(activation_bytes(spec, stage))} of activations{measured}"
     )
 
@@ -269,18 +270,26 @@ def answer_sharding(subjects: Sequence[Subject]) -> str:
     The saving is relative to the row with the same split and batch and without sharding, on rank 0. The text is
     empty if no row has a saving.
     """
-    texts: dict[float, str] = {}
+    largest_saving, text = 0.0, ""
     for subject in subjects:
         plain = _find_unsharded(subject, subjects)
-        if plain is None or not _sorted_ranks(plain) or not _sorted_ranks(subject):
+        if plain is None:
             continue
-        before, after = _sorted_ranks(plain)[0].peak_bytes, _sorted_ranks(subject)[0].peak_bytes
-        if 0 < after < before:
-            texts[1 - after / before] = (
-                f"{subject.label} peaks at {amount(after)} on rank 0, {1 - after / before:.0%} below"
+        plain_ranks, ranks = _sorted_ranks(plain), _sorted_ranks(subject)
+        if not plain_ranks or not ranks:
+            continue
+        before, after = plain_ranks[0].peak_bytes, ranks[0].peak_bytes
+        if not 0 < after < before:
+            continue
+        saving = 1 - after / before
+        # Of rows with equal savings the last is named.
+        if saving >= largest_saving:
+            largest_saving = saving
+            text = (
+                f"{subject.label} peaks at {amount(after)} on rank 0, {saving:.0%} below"
                 f" {plain.label}'s {amount(before)}."
             )
-    return texts[max(texts)] if texts else ""
+    return text
 
 
 def _find_unsharded(subject: Subject, subjects: Sequence[Subject]) -> Subject | None:

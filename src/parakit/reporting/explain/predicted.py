@@ -111,28 +111,35 @@ class CallComparison:
 def compare_calls(
     configuration: RunSpec, rank: RankCommunication, megatron: MegatronVersion
 ) -> CallComparison:
-    """Compare the calls of a rank in a steady iteration with the predicted calls, by group and operation."""
+    """Compare the calls of a rank in a steady iteration with the predicted calls, by group and operation.
+
+    Calls in groups of one rank, and operations that move no data, are left out.
+    """
     stage = configuration.parallelism.pipeline_rank(rank.rank)
     measured_calls, predicted_calls = defaultdict(list), defaultdict(list)
     # Each measured call counts +1 and each predicted call -1, so that calls on both sides cancel.
     surplus: Counter[tuple[str, str, int]] = Counter()
     for call in rank.calls:
-        if call.ranks > 1 and call.operation not in _SILENT:
-            key = call.group, call.operation.value
-            measured_calls[key].append(call)
-            payload = _UNKNOWN_SIZE if call.group in _ROUTED else call.payload_bytes
-            surplus[*key, payload] += call.calls
+        if call.ranks == 1 or call.operation in _SILENT:
+            continue
+        key = call.group, call.operation.value
+        measured_calls[key].append(call)
+        payload = _UNKNOWN_SIZE if call.group in _ROUTED else call.payload_bytes
+        surplus[*key, payload] += call.calls
     for prediction in rank_collectives(configuration, stage, megatron):
-        key = prediction.group.value, prediction.operation.value
+        group = prediction.group.value
+        key = group, prediction.operation.value
         predicted_calls[key].append(prediction)
-        payload = _UNKNOWN_SIZE if key[0] in _ROUTED else prediction.payload_bytes
+        payload = _UNKNOWN_SIZE if group in _ROUTED else prediction.payload_bytes
         surplus[*key, payload] -= prediction.calls
     rows = []
-    for key in sorted({*measured_calls, *predicted_calls}):
-        measured, predicted = measured_calls[key], predicted_calls[key]
+    for group, operation in sorted({*measured_calls, *predicted_calls}):
+        measured = measured_calls[group, operation]
+        predicted = predicted_calls[group, operation]
         descriptions = dict.fromkeys(call.description for call in predicted)
         row = CallRow(
-            *key,
+            group,
+            operation,
             what="; ".join(descriptions),
             measured_calls=sum(call.calls for call in measured),
             predicted_calls=sum(call.calls for call in predicted),
@@ -352,11 +359,13 @@ def build_subjects(report: Report) -> tuple[Subject, ...]:
 def find_subject(
     subjects: Sequence[Subject], like: Subject, split: Parallelism, *, same_batch: bool = False
 ) -> Subject | None:
-    """Return the first row with a given parallelism that is in the cohort of `like`; None if there is none.
+    """Return the first row with a given parallelism that can be compared with `like`; None if there is none.
+
+    Such a row agrees with `like` in all properties of `Subject.cohort`, such as the model.
 
     Args:
         subjects: All rows.
-        like: The row whose cohort is searched.
+        like: The row to compare with.
         split: The parallelism to search for.
         same_batch: True if the batch of the row must equal that of `like`.
     """

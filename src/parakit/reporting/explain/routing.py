@@ -10,6 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from parakit.artifacts.measurements import (
@@ -73,7 +74,10 @@ class RankLoad:
 
 
 class _BlockWork(dict[tuple[int, int], list[int]]):
-    """Tokens per expert-parallel index of one block of ranks, by iteration and layer."""
+    """Tokens by iteration and layer, one number per expert-parallel index.
+
+    They are those of one block of ranks: the ranks that send tokens to one another.
+    """
 
 
 def merge_routing_of_ranks(record: RoutingRecord) -> tuple[IterationRouting, ...]:
@@ -92,8 +96,9 @@ def merge_routing_of_ranks(record: RoutingRecord) -> tuple[IterationRouting, ...
         layers = sorted({row.layer for row in rows})
         averages: list[float | None] = []
         for name in _MEANS:
-            values = [getattr(row, name) for row in rows if getattr(row, name) is not None]
-            averages.append(mean(values) if values else None)
+            values = [getattr(row, name) for row in rows]
+            known_values = [value for value in values if value is not None]
+            averages.append(mean(known_values) if known_values else None)
         dropped = sum(row.dropped_tokens for row in rows)
         tokens = dict(zip(layers, counts, strict=True))
         merged.append(IterationRouting(iteration, tokens, dropped, *averages))
@@ -128,21 +133,23 @@ def compute_rank_loads(
     loads = []
     for number in sorted(rank.rank for rank in record.ranks):
         block, position = divmod(number, split.expert * split.effective_expert_tensor)
-        index = position // split.effective_expert_tensor
+        expert_index = position // split.effective_expert_tensor
+        first_expert = expert_index * experts_per_rank
+        totals = [0] * split.expert
+        for tokens_by_index in work[block].values():
+            for index, tokens in enumerate(tokens_by_index):
+                totals[index] += tokens
         # A pipeline stage may have no layer with experts, and then its block has no tokens.
         num_iterations = len({iteration for iteration, _ in work[block]}) or 1
-        totals = [sum(column) for column in zip(*work[block].values(), strict=True)]
-        totals = totals or [0] * split.expert
-        even = sum(totals) / split.expert
-        loads.append(
-            RankLoad(
-                rank=number,
-                experts=range(index * experts_per_rank, (index + 1) * experts_per_rank),
-                tokens=totals[index] / num_iterations,
-                ratio_to_mean=totals[index] / even if even else 1.0,
-                wait_seconds=waits.get(number),
-            )
+        mean_total = sum(totals) / split.expert
+        load = RankLoad(
+            rank=number,
+            experts=range(first_expert, first_expert + experts_per_rank),
+            tokens=totals[expert_index] / num_iterations,
+            ratio_to_mean=totals[expert_index] / mean_total if mean_total else 1.0,
+            wait_seconds=waits.get(number),
         )
+        loads.append(load)
     return tuple(loads)
 
 
@@ -172,15 +179,16 @@ def busiest_rank_ratio(record: RoutingRecord, split: Parallelism) -> float:
     """Return the tokens of each layer's busiest rank, summed over the layers, divided by those of an average rank.
 
     The other ranks wait for the busiest rank in every layer. So the layers are compared one by one: a rank that
-    is busiest in one layer and idle in the next has an average total, and the others still wait for it.
+    is busiest in one layer and idle in the next has an average total, and the others still wait for it. The ratio
+    is 1 if no expert has a token.
     """
-    counts = [
-        tokens
-        for block_work in _tokens_by_expert_index(record, split).values()
-        for tokens in block_work.values()
-    ]
-    even = sum(map(sum, counts)) / split.expert
-    return sum(map(max, counts)) / even if even else 1.0
+    busiest_tokens = all_tokens = 0
+    for tokens_by_layer in _tokens_by_expert_index(record, split).values():
+        for tokens_by_rank in tokens_by_layer.values():
+            busiest_tokens += max(tokens_by_rank)
+            all_tokens += sum(tokens_by_rank)
+    average_tokens = all_tokens / split.expert
+    return busiest_tokens / average_tokens if average_tokens else 1.0
 
 
 def _tokens_by_expert_index(record: RoutingRecord, split: Parallelism) -> dict[int, _BlockWork]:
@@ -206,11 +214,14 @@ def routing_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
     A run without a `routing.json` yields nothing.
     """
     record = subject.run.measurements.routing
-    if record and (iterations := merge_routing_of_ranks(record)):
-        yield f"{subject.label}: {_describe_choices(iterations)}"
-        if loads := _scaled_loads(subject, record):
-            ratio = busiest_rank_ratio(record, subject.split)
-            yield f"{subject.label}: {_describe_load_cost(subject, loads, ratio)}"
+    iterations = merge_routing_of_ranks(record) if record else ()
+    if not record or not iterations:
+        return
+    yield f"{subject.label}: {_describe_choices(iterations)}"
+    loads = _scaled_loads(subject, record)
+    if loads:
+        ratio = busiest_rank_ratio(record, subject.split)
+        yield f"{subject.label}: {_describe_load_cost(subject, loads, ratio)}"
 
 
 def answer_routing(subjects: Sequence[Subject]) -> str:
@@ -296,17 +307,18 @@ class _WaitCost:
 
 def _measure_wait_cost(subject: Subject, loads: Sequence[RankLoad]) -> _WaitCost | None:
     """Return the cost of waiting for other ranks' experts; None if fewer than two ranks have times and waits."""
-    waiting = [load for load in loads if load.wait_seconds is not None]
     times = subject.evidence.times
-    seconds = mean(rank.iteration_seconds for rank in times.ranks) if times and times.ranks else 0.0
-    if len(waiting) < 2 or not seconds:
+    if times is None or not times.ranks:
         return None
-    shortest = min(waiting, key=lambda load: load.wait_seconds or 0.0)
-    longest = max(waiting, key=lambda load: load.wait_seconds or 0.0)
-    low, high = shortest.wait_seconds or 0.0, longest.wait_seconds or 0.0
-    return _WaitCost(
-        shortest, longest, seconds, percent((high - low) / seconds), percent(high / seconds)
-    )
+    iteration_seconds = mean(rank.iteration_seconds for rank in times.ranks)
+    waits = [(load.wait_seconds, load) for load in loads if load.wait_seconds is not None]
+    if len(waits) < 2 or not iteration_seconds:
+        return None
+    shortest_seconds, shortest = min(waits, key=itemgetter(0))
+    longest_seconds, longest = max(waits, key=itemgetter(0))
+    difference = percent((longest_seconds - shortest_seconds) / iteration_seconds)
+    longest_fraction = percent(longest_seconds / iteration_seconds)
+    return _WaitCost(shortest, longest, iteration_seconds, difference, longest_fraction)
 
 
 def _describe_load_cost(subject: Subject, loads: Sequence[RankLoad], busiest_ratio: float) -> str:

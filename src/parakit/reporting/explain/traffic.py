@@ -48,17 +48,16 @@ def answer_traffic(subjects: Sequence[Subject]) -> str:
     sent_bytes: dict[str, int] = {}
     labels_of_deviating: list[str] = []
     for subject in subjects:
-        if subject.split.world_size > 1 and subject.evidence.calls:
-            busiest = _busiest_rank(subject.evidence.calls)
-            sent_bytes[subject.label] = busiest.measured_wire_bytes
-            if any(comparison.unattributed for comparison in subject.evidence.calls):
-                labels_of_deviating.append(subject.label)
+        if subject.split.world_size == 1 or not subject.evidence.calls:
+            continue
+        busiest = _busiest_rank(subject.evidence.calls)
+        sent_bytes[subject.label] = busiest.measured_wire_bytes
+        if any(comparison.unattributed for comparison in subject.evidence.calls):
+            labels_of_deviating.append(subject.label)
     if not sent_bytes:
         return ""
-    highest, lowest = (
-        max(sent_bytes, key=lambda label: sent_bytes[label]),
-        min(sent_bytes, key=lambda label: sent_bytes[label]),
-    )
+    highest = max(sent_bytes, key=sent_bytes.__getitem__)
+    lowest = min(sent_bytes, key=sent_bytes.__getitem__)
     text = f"The busiest rank of {highest} sends {amount(sent_bytes[highest])} per iteration"
     if highest != lowest:
         text += f", the most of all; {lowest} sends the least, {amount(sent_bytes[lowest])}"

@@ -81,10 +81,13 @@ def _baseline_ratios(pair: MatchedEntry) -> str | None:
     None means that both ratios are unknown, or that the quantity is not a time.
     """
     entry, match = pair
-    measured_ratio = entry.per_token.ratio if entry.per_token else None
-    if match.quantity != "iteration time" or not (measured_ratio or entry.published_ratio):
+    if match.quantity != "iteration time":
         return None
-    ratios = (measured_ratio, entry.published_ratio)
+    measured_ratio = entry.per_token.ratio if entry.per_token else None
+    published_ratio = entry.published_ratio
+    if not measured_ratio and not published_ratio:
+        return None
+    ratios = (measured_ratio, published_ratio)
     return " | ".join(f"×{ratio:.2f}" if ratio else DASH for ratio in ratios)
 
 
@@ -102,10 +105,10 @@ def planned_table(report: Report) -> Table[PlannedEntry]:
     """Return the table of predicted and measured times, with the error and the 80% interval of each prediction."""
 
     def interval(row: PlannedEntry) -> str:
-        ends = row.known.interval() or ()
-        return (
-            " – ".join(number(_MS_PER_SECOND * end) for end in ends) or "nothing near was measured"
-        )
+        ends = row.known.interval()
+        if not ends:
+            return "nothing near was measured"
+        return " – ".join(number(_MS_PER_SECOND * end) for end in ends)
 
     columns = (
         Column[PlannedEntry]("Strategy", lambda row: row.entry.label, right=False),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ MAX_TIMES = 40
 """Rows of the charts of times and memory."""
 _MAX_DOTS, _MIN_DOTS, _MAX_DOTS_OF_ALL_ROWS = 300, 50, 2000
 MAX_RANKS = 8
+_RANK_DISTANCE = 0.8
+"""Distance between the bars of two ranks of one row, of which the bars take 0.7."""
 _GOLDEN_RATIO = 0.618034
 """Steps of this size, modulo 1, spread dots evenly and in the same way in every drawing."""
 
@@ -162,32 +164,41 @@ def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
     """Draw the iteration times of each row; samples far beyond the others are arrows at the edge."""
     figure.set_size_inches(WIDTH_INCHES, 0.8 + 0.44 * len(entries))
     axes = figure.add_subplot()
-    drawn, reach = [], []
+    # With many rows each has fewer dots, because drawing a dot takes as long as reading a line.
+    max_dots = min(_MAX_DOTS, max(_MIN_DOTS, _MAX_DOTS_OF_ALL_ROWS // len(entries)))
+    samples_by_row, reaches = [], []
     for entry in entries:
-        samples = [ms for run in entry.configuration.runs for ms in run.window.samples_ms]
-        # With many rows each has fewer dots, because drawing a dot takes as long as reading a line.
-        dots = min(_MAX_DOTS, max(_MIN_DOTS, _MAX_DOTS_OF_ALL_ROWS // len(entries)))
-        samples = [samples[index] for index in evenly_spread_indexes(len(samples), dots)]
+        samples = _select_samples(entry, max_dots)
+        samples_by_row.append(samples)
         # The axis is long enough for all but a twentieth of the samples.
         quantile = sorted(samples)[min(len(samples) - 1, int(0.95 * len(samples)))]
-        reach.append(max(quantile, entry.interval[1] if entry.interval else 0))
-        drawn.append(samples)
-    edge = 1.05 * max(reach)
-    for index, samples in enumerate(drawn):
-        _draw_dots(axes, index, samples, edge)
+        reaches.append(max(quantile, entry.interval[1] if entry.interval else 0))
+    edge = 1.05 * max(reaches)
+    for row, samples in enumerate(samples_by_row):
+        _draw_dots(axes, row, samples, edge)
     # All rows are drawn in one call, because an artist per row would take as long as a hundred dots.
     rows, medians = range(len(entries)), [entry.time_ms or 0.0 for entry in entries]
     axes.vlines(medians, np.subtract(rows, 0.34), np.add(rows, 0.34), color=INK, linewidth=1.6)
-    if ends := [(index, *e.interval) for index, e in enumerate(entries) if e.interval]:
-        axes.hlines(*zip(*ends, strict=True), color=INK, linewidth=4.5, alpha=0.7)
-    for index, median in zip(rows, medians, strict=True):
-        axes.text(1.02, index, number(median), va="center", transform=axes.get_yaxis_transform())
+    intervals = [(row, *entry.interval) for row, entry in enumerate(entries) if entry.interval]
+    if intervals:
+        rows_with_interval, lows, highs = zip(*intervals, strict=True)
+        axes.hlines(rows_with_interval, lows, highs, color=INK, linewidth=4.5, alpha=0.7)
+    for row, median in zip(rows, medians, strict=True):
+        axes.text(1.02, row, number(median), va="center", transform=axes.get_yaxis_transform())
     axes.set_yticks(range(len(entries)), chart_labels(entries))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(len(entries) - 0.4, -0.6)
     axes.set_xlim(0, edge)
     axes.set_xlabel("ms per iteration (right: median)")
     add_grid(axes, "x")
+
+
+def _select_samples(entry: Entry, max_samples: int) -> list[float]:
+    """Return the samples of all runs of a row in milliseconds, or `max_samples` of them at even distances."""
+    samples: list[float] = []
+    for run in entry.configuration.runs:
+        samples += run.window.samples_ms
+    return [samples[index] for index in evenly_spread_indexes(len(samples), max_samples)]
 
 
 def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
@@ -198,39 +209,54 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
     axes = figure.add_subplot()
     largest = max(max(entry.memory_by_rank.values()) for entry in entries)
     unit, scale = ("GiB", GIB) if largest >= GIB else ("MiB", MIB)
-    split = all(entry.run.measurements.memory for entry in entries)
+    shows_categories = all(entry.run.measurements.memory for entry in entries)
     ticks, height = [], 0.0
     for index, entry in enumerate(entries):
         peaks = entry.memory_by_rank
-        ranks = sorted(sorted(peaks, key=peaks.__getitem__, reverse=True)[:MAX_RANKS])
-        heights = [height + 0.8 * k for k in range(len(ranks))]
-        for y, rank in zip(heights, ranks, strict=True):
-            bar_end = 0.0
-            categories = entry.run.measurements.memory_categories_by_rank[rank] if split else {}
-            for hue, category in enumerate(MemoryCategory if split else ()):
-                width = categories.get(category.value, 0) / scale
-                label = category.value.replace("_", " ")
-                axes.barh(y, width, 0.7, bar_end, color=entry_colour(hue), alpha=0.85, label=label)
-                bar_end += width
-            if not split:
-                axes.barh(y, peaks[rank] / scale, 0.7, color=entry_colour(index), alpha=0.8)
-            text, tip = f"rank {rank}: {size(peaks[rank])}", (peaks[rank] / scale, y)
+        highest_first = sorted(peaks, key=peaks.__getitem__, reverse=True)
+        ranks = sorted(highest_first[:MAX_RANKS])
+        bar_heights = [height + _RANK_DISTANCE * position for position in range(len(ranks))]
+        for y, rank in zip(bar_heights, ranks, strict=True):
+            width = peaks[rank] / scale
+            if shows_categories:
+                categories = entry.run.measurements.memory_categories_by_rank[rank]
+                _draw_categories(axes, y, categories, scale)
+            else:
+                axes.barh(y, width, 0.7, color=entry_colour(index), alpha=0.8)
             look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}
-            axes.annotate(text, tip, (5, 0), **look)
-        ticks.append(sum(heights) / len(heights))
-        height += 0.8 * len(ranks) + 0.5
-    figure.set_size_inches(WIDTH_INCHES, (1.2 if split else 0.8) + 0.27 * height)
+            axes.annotate(f"rank {rank}: {size(peaks[rank])}", (width, y), (5, 0), **look)
+        ticks.append(sum(bar_heights) / len(bar_heights))
+        height += _RANK_DISTANCE * len(ranks) + 0.5
+    figure.set_size_inches(WIDTH_INCHES, (1.2 if shows_categories else 0.8) + 0.27 * height)
     axes.set_yticks(ticks, chart_labels(entries))
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(height - 0.4, -0.7)
     axes.set_xlim(0, largest / scale * 1.25)
     axes.set_xlabel(unit)
     add_grid(axes, "x")
-    if split:
+    if shows_categories:
+        # Every bar adds its categories to the legend, so each text is kept once.
         handles, texts = axes.get_legend_handles_labels()
-        unique = dict(zip(texts, handles, strict=True))
-        legend_position: dict[str, Any] = {"loc": "outside upper left", "ncols": 4, "fontsize": 8}
-        figure.legend(unique.values(), unique.keys(), **legend_position)
+        handle_by_text = dict(zip(texts, handles, strict=True))
+        legend_look: dict[str, Any] = {"loc": "outside upper left", "ncols": 4, "fontsize": 8}
+        figure.legend(handle_by_text.values(), handle_by_text.keys(), **legend_look)
+
+
+def _draw_categories(axes: Axes, y: float, categories: Mapping[str, int], scale: int) -> None:
+    """Draw the memory categories of one rank as parts of one bar.
+
+    Args:
+        axes: Axes to draw in.
+        y: Height of the bar's middle.
+        categories: Bytes by category; a missing category has none.
+        scale: Bytes per unit of the axis.
+    """
+    bar_end = 0.0
+    for hue, category in enumerate(MemoryCategory):
+        width = categories.get(category.value, 0) / scale
+        label = category.value.replace("_", " ")
+        axes.barh(y, width, 0.7, bar_end, color=entry_colour(hue), alpha=0.85, label=label)
+        bar_end += width
 
 
 def draw_losses(figure: Figure, entries: Sequence[Entry]) -> None:
@@ -286,43 +312,70 @@ def draw_devices(figure: Figure, entries: Sequence[Entry]) -> None:
     """Draw the samples of each row's devices: utilisation on the left, memory on the right."""
     figure.set_size_inches(WIDTH_INCHES, 0.5 + 1.15 * len(entries))
     grid_of_axes = figure.subplots(len(entries), 2, squeeze=False, sharey="col")
+    utilisation_column, memory_column = grid_of_axes[:, 0], grid_of_axes[:, 1]
     for row, (entry, label) in enumerate(zip(entries, chart_labels(entries), strict=True)):
-        utilisation_axes, memory_axes = grid_of_axes[row]
         for series in entry.run.samples.series[:MAX_RANKS]:
-            readings = (
-                (utilisation_axes, series.utilisation_percent, 1),
-                (memory_axes, series.memory_bytes, GIB),
-            )
-            for axes, values, scale in readings:
-                read = zip(series.seconds, values, strict=True)
-                points = [(second, value / scale) for second, value in read if value is not None]
-                xs, ys = [x for x, _ in points], [y for _, y in points]
-                hue, name = entry_colour(series.rank), f"rank {series.rank}"
-                axes.plot(xs, ys, color=hue, linewidth=1.3, label=name)
-        utilisation_axes.set_ylabel(label, rotation=0, ha="right", va="center")
-        add_grid(utilisation_axes)
-        add_grid(memory_axes)
+            rank, seconds = series.rank, series.seconds
+            utilisation, memory = series.utilisation_percent, series.memory_bytes
+            _draw_samples(utilisation_column[row], rank, seconds, utilisation, scale=1)
+            _draw_samples(memory_column[row], rank, seconds, memory, scale=GIB)
+        utilisation_column[row].set_ylabel(label, rotation=0, ha="right", va="center")
+        add_grid(utilisation_column[row])
+        add_grid(memory_column[row])
     for axes in grid_of_axes[0]:
         # This ends matplotlib's search for a range that holds every row, so it comes after all rows.
         axes.set_ylim(bottom=0)
-    cpu = all(entry.run.device == "cpu" for entry in entries)
-    grid_of_axes[0][0].set_title("% of a core" if cpu else "% busy")
-    grid_of_axes[0][1].set_title("resident memory, GiB" if cpu else "device memory, GiB")
+    are_on_cpu = all(entry.run.device == "cpu" for entry in entries)
+    utilisation_column[0].set_title("% of a core" if are_on_cpu else "% busy")
+    memory_column[0].set_title("resident memory, GiB" if are_on_cpu else "device memory, GiB")
     for axes in grid_of_axes[-1]:
         axes.set_xlabel("seconds")
-    busiest = max(grid_of_axes, key=lambda row: len(row[0].lines))[0]
-    if len(busiest.lines) > 1:
-        figure.legend(handles=busiest.lines, loc="outside upper right", ncols=8, fontsize=8)
+    axes_with_most_ranks = max(utilisation_column, key=lambda axes: len(axes.lines))
+    if len(axes_with_most_ranks.lines) > 1:
+        handles = axes_with_most_ranks.lines
+        figure.legend(handles=handles, loc="outside upper right", ncols=8, fontsize=8)
+
+
+def _draw_samples(
+    axes: Axes,
+    rank: int,
+    seconds: Sequence[float],
+    values: Sequence[float | None],
+    *,
+    scale: int,
+) -> None:
+    """Draw one rank's samples over time; samples without a value are left out.
+
+    Args:
+        axes: Axes to draw in.
+        rank: The rank, which the legend names.
+        seconds: Time of each sample.
+        values: Value of each sample.
+        scale: Number by which the values are divided.
+    """
+    xs, ys = [], []
+    for second, value in zip(seconds, values, strict=True):
+        if value is not None:
+            xs.append(second)
+            ys.append(value / scale)
+    axes.plot(xs, ys, color=entry_colour(rank), linewidth=1.3, label=f"rank {rank}")
 
 
 def _draw_dots(axes: Axes, index: int, samples: Sequence[float], edge: float) -> None:
     """Draw the samples of the row at an index; samples beyond the edge become arrows there."""
-    heights = [index + 0.5 * ((k * _GOLDEN_RATIO) % 1 - 0.5) for k in range(len(samples))]
-    inside = [(x, y) for x, y in zip(samples, heights, strict=True) if x <= edge]
-    beyond = [(edge, y) for x, y in zip(samples, heights, strict=True) if x > edge]
+    inside: list[tuple[float, float]] = []
+    beyond: list[tuple[float, float]] = []
+    for position, sample in enumerate(samples):
+        # Multiples of the golden ratio spread neighbouring samples over the height of the row.
+        height = index + 0.5 * ((position * _GOLDEN_RATIO) % 1 - 0.5)
+        if sample <= edge:
+            inside.append((sample, height))
+        else:
+            beyond.append((edge, height))
+    look: dict[str, Any] = {"linestyle": "none", "markersize": 3.74, "markeredgewidth": 0}
+    # Dots lie within the axes, so the layout, which takes half of the time, can ignore them.
+    look |= {"alpha": 0.45, "clip_on": False, "in_layout": False}
     for points, marker in ((inside, "o"), (beyond, ">")):
         if points:
-            look: dict[str, Any] = {"linestyle": "none", "markersize": 3.74, "markeredgewidth": 0}
-            # Dots lie within the axes, so the layout, which takes half of the time, can ignore them.
-            look |= {"alpha": 0.45, "clip_on": False, "in_layout": False}
-            axes.plot(*zip(*points, strict=True), marker=marker, color=entry_colour(index), **look)
+            times, heights = zip(*points, strict=True)
+            axes.plot(times, heights, marker=marker, color=entry_colour(index), **look)

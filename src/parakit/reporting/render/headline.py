@@ -38,9 +38,9 @@ _MAX_COSTS = 3
 def write_headline(report: Report, paid: Mapping[str, tuple[str, str]] = {}) -> str:
     """Return the main result of a report in a few sentences.
 
-    It is the changes since an earlier report if there is one. Otherwise it is the fastest row of each group of
-    compared rows, or the times if no rows can be compared. Without times it is the last losses, or else the
-    report's first sentence.
+    If there is an earlier report, the sentences state the changes since that report. Otherwise they name the fastest
+    row of each group of compared rows, or state the times if no rows can be compared. Without times they state the
+    last losses. Without losses the result is the report's first sentence.
 
     Args:
         report: The report.
@@ -81,7 +81,8 @@ def _describe_uncompared(report: Report, timed: Sequence[Entry]) -> str:
         rate = entry.rates.tokens_per_second
         rate_text = f", {number(rate)} tokens/s" if rate else ""
         return f"{entry.label} takes {number(entry.time_ms)} ms per iteration{rate_text}."
-    if withheld := withheld_sentences(report):
+    withheld = withheld_sentences(report)
+    if withheld:
         return " ".join(withheld)
     times = join_first_names([f"{number(entry.time_ms)} ms ({entry.label})" for entry in timed])
     return f"None of {len(timed)} rows can be compared with another. An iteration takes {times}."
@@ -90,31 +91,41 @@ def _describe_uncompared(report: Report, timed: Sequence[Entry]) -> str:
 def _describe_changes(report: Report) -> str:
     """Return which rows changed since an earlier report, and for which rows this is undecided."""
     changed = list(dict.fromkeys(change.row for change in report.changes if change.fails_strict))
-    undecided = [
-        f"{change.row} ({change.text.rpartition(': ')[2]})"
-        for change in report.changes
-        if change.kind == UNDECIDED
-    ]
-    repeat = f" Undecided is {join_first_names(undecided)}; repeat the runs." if undecided else ""
+    undecided = []
+    for change in report.changes:
+        if change.kind == UNDECIDED:
+            # The end of the text says which difference the runs can show.
+            _, _, visible_difference = change.text.rpartition(": ")
+            undecided.append(f"{change.row} ({visible_difference})")
     if changed:
         rows = plural(len(changed), "row")
-        return f"Against {report.baseline}, {rows} changed: {join_first_names(changed)}.{repeat}"
-    return f"Nothing {'else ' if undecided else ''}changed against {report.baseline}.{repeat}"
+        text = f"Against {report.baseline}, {rows} changed: {join_first_names(changed)}."
+    elif undecided:
+        text = f"Nothing else changed against {report.baseline}."
+    else:
+        text = f"Nothing changed against {report.baseline}."
+    if undecided:
+        text += f" Undecided is {join_first_names(undecided)}; repeat the runs."
+    return text
 
 
 def _describe_fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, str]]) -> str:
     """Return sentences on the fastest row of a group, and on what slows the other rows down.
 
     The extra costs of the other rows are grouped by part of the iteration.
+
+    Args:
+        members: Rows of the group, the reference first.
+        paid: The argument of `write_headline`.
     """
     compared = members[1:]
     best = min(compared, key=judged_ratio)
-    if any(
-        entry.judged_time and entry.judged_time.verdict is TimeVerdict.FASTER for entry in compared
-    ):
-        text = _describe_best(best, members)
-    else:
-        text = _describe_none_faster(members)
+    verdicts = [entry.judged_time.verdict for entry in compared if entry.judged_time]
+    text = (
+        _describe_best(best, members)
+        if TimeVerdict.FASTER in verdicts
+        else _describe_none_faster(members)
+    )
     payers_by_part: dict[str, list[str]] = {}
     for entry in compared:
         if entry.run.name in paid and entry is not best:
@@ -122,9 +133,11 @@ def _describe_fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, st
             payers_by_part.setdefault(part, []).append(f"{entry.label} {cost}")
     if not payers_by_part:
         return text
-    parts = sorted(payers_by_part.items(), key=lambda item: -len(item[1]))[:_MAX_COSTS]
-    costs = "; ".join(f"{joined(payers[:MAX_NAMED])} for {part}" for part, payers in parts)
-    return f"{text} Beyond baseline's share of the work they pay: {costs}."
+    parts = sorted(payers_by_part, key=lambda part: -len(payers_by_part[part]))
+    costs = [
+        f"{joined(payers_by_part[part][:MAX_NAMED])} for {part}" for part in parts[:_MAX_COSTS]
+    ]
+    return f"{text} Beyond baseline's share of the work they pay: {'; '.join(costs)}."
 
 
 def _describe_best(best: Entry, members: Sequence[Entry]) -> str:
@@ -241,26 +254,39 @@ def build_bar_groups(report: Report) -> list[BarGroup]:
     """
     groups = group_compared_rows(report)
     compared = [members for members in groups if len(members) > 1]
-    single = groups if len(groups) == 1 else []
-    return [_build_bar_group(members) for members in compared[:MAX_GROUPS] or single]
+    if not compared and len(groups) == 1:
+        compared = groups
+    return [_build_bar_group(members) for members in compared[:MAX_GROUPS]]
 
 
 def _build_bar_group(members: Sequence[Entry]) -> BarGroup:
     """Return the bars of a group, with times scaled to the tokens of the reference's iteration."""
-    reference, have_equal_work, bars = members[0], True, []
+    reference = members[0]
+    reference_ms = reference.time_ms or 0.0
+    have_equal_work = True
+    bars = []
     for entry in members:
         milliseconds = entry.time_ms or 0.0
-        weight = token_ratio(entry) * (reference.time_ms or 0.0) / milliseconds
-        have_equal_work = have_equal_work and abs(weight - 1) < 1e-9
-        span = entry.interval and (weight * entry.interval[0], weight * entry.interval[1])
+        weight = token_ratio(entry) * reference_ms / milliseconds
+        if abs(weight - 1) >= 1e-9:
+            have_equal_work = False
+        scaled_interval = None
         text = f"{number(weight * milliseconds)} ms"
-        text += f" [{interval(*span)}]" if span else ""
-        text += f", {format_speed(entry)}" if entry.judged_time else ""
-        verdict = entry.judged_time.verdict.value if entry.judged_time else "reference"
-        bars.append(HeadlineBar(entry.label, verdict, weight * milliseconds, span, text))
-    scaled = f"for as many tokens as an iteration of {reference.label}"
-    run = reference.run
-    where = " · ".join(filter(None, (run.model_or_size, run.device)))
-    title = f"Time {'per iteration' if have_equal_work else scaled}{f', {where}' if where else ''}"
-    axis = 1.02 * max(bar.interval[1] if bar.interval else bar.time for bar in bars)
-    return BarGroup(title, tuple(bars[:MAX_ROWS]), max(0, len(bars) - MAX_ROWS), axis)
+        if entry.interval:
+            low, high = entry.interval
+            scaled_interval = (weight * low, weight * high)
+            text += f" [{interval(*scaled_interval)}]"
+        verdict = "reference"
+        if entry.judged_time:
+            verdict = entry.judged_time.verdict.value
+            text += f", {format_speed(entry)}"
+        bars.append(HeadlineBar(entry.label, verdict, weight * milliseconds, scaled_interval, text))
+    title = "Time per iteration"
+    if not have_equal_work:
+        title = f"Time for as many tokens as an iteration of {reference.label}"
+    where = " · ".join(filter(None, (reference.run.model_or_size, reference.run.device)))
+    if where:
+        title += f", {where}"
+    longest = max(bar.interval[1] if bar.interval else bar.time for bar in bars)
+    num_left_out = max(0, len(bars) - MAX_ROWS)
+    return BarGroup(title, tuple(bars[:MAX_ROWS]), num_left_out, axis=1.02 * longest)

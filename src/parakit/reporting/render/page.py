@@ -123,8 +123,8 @@ def build_page_cells[R](table: Table[R]) -> list[list[PageCell]]:
 def _build_column[R](table: Table[R], column: Column[R]) -> list[PageCell]:
     """Return the cells of one column, in the order of the table's rows."""
     texts = [column.cell(row) for row in table.rows]
-    is_wide = max(map(len, texts), default=0) > _MIN_WIDE_CHARACTERS
-    usual_kind = "wide" if is_wide else ""
+    longest = max((len(text) for text in texts), default=0)
+    usual_kind = "wide" if longest > _MIN_WIDE_CHARACTERS else ""
     if column.right:
         usual_kind = "number"
     cells = []
@@ -132,26 +132,33 @@ def _build_column[R](table: Table[R], column: Column[R]) -> list[PageCell]:
         value = column.value(row)
         # A value of several parts sorts by its first part.
         key = value[0] if isinstance(value, tuple) else value
+        if key is None:
+            key = ""
         kind = usual_kind
         if column.style and text not in ("", DASH):
             kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
-        why = column.why if isinstance(column.why, str) else column.why(row)
-        cells.append(PageCell(text, "" if key is None else key, kind, why if text == DASH else ""))
+        why_empty = ""
+        if text == DASH:
+            why_empty = column.why if isinstance(column.why, str) else column.why(row)
+        cells.append(PageCell(text, key, kind, why_empty))
     return cells
 
 
 def list_provenance(entry: Entry) -> Mapping[str, str]:
     """Return facts on where, when and with which software a run was made, by label. Unknown facts are left out."""
     run = entry.run
-    trainer, series_by_rank = run.log.generation, run.samples.series
-    clocks = [clock for series in series_by_rank for clock in series.sm_clock_mhz if clock]
-    throttle_reasons = sorted({reason for series in series_by_rank for reason in series.throttled})
+    clocks: list[float] = []
+    throttle_reasons: set[str] = set()
+    for series in run.samples.series:
+        clocks += [clock for clock in series.sm_clock_mhz if clock]
+        throttle_reasons.update(series.throttled)
+    trainer = run.log.generation
     facts: dict[str, str | None] = {
         "log": run.log.path,
         "first line": run.log.first_seen,
         "log format": f"{trainer.trainer} {trainer.name}" if trainer.name else None,
         "SM clock": f"{min(clocks):.0f} to {max(clocks):.0f} MHz" if clocks else None,
-        "clock lowered by": ", ".join(throttle_reasons),
+        "clock lowered by": ", ".join(sorted(throttle_reasons)),
     }
     if run.record is not None:
         facts |= _recorded_facts(run.record, run.megatron)

@@ -81,40 +81,31 @@ def build_plots(report: Report) -> list[Plot]:
     metrics that the kit does not know are plotted.
     """
     entries = report.entries
-    known = [entry.time_ms for entry in entries if entry.time_ms]
+    medians = [entry.time_ms for entry in entries if entry.time_ms]
     # If times differ widely, each row is drawn relative to its median, or one axis would flatten some rows.
-    is_relative = len(known) > 1 and max(known) > _FAR * min(known)
-
-    def times(run: Run) -> Curve:
-        table = run.log.iterations
-        milliseconds = table.values("elapsed_ms")
-        is_single = ~table.known("first_of_start") & ~table.known("averaged")
-        keep = (milliseconds > 0) & is_single & np.isfinite(milliseconds)
-        usual = np.median(milliseconds[keep]) if is_relative and keep.any() else 1.0
-        return table.numbers[keep], milliseconds[keep] / usual
-
-    unit = "of its median" if is_relative else "ms"
+    is_relative = len(medians) > 1 and max(medians) > _FAR * min(medians)
+    read_grad_norm = _column_reader("grad_norm")
     plots = [
-        _build_plot("times", "Iteration time", unit, entries, times, clip=True),
-        *build_loss_plots(entries),
         _build_plot(
-            "grad-norm",
-            "Gradient norm",
-            "grad norm",
+            "times",
+            "Iteration time",
+            "of its median" if is_relative else "ms",
             entries,
-            _column_reader("grad_norm"),
+            _time_reader(is_relative=is_relative),
             clip=True,
         ),
+        *build_loss_plots(entries),
+        _build_plot("grad-norm", "Gradient norm", "grad norm", entries, read_grad_norm, clip=True),
         _build_plot("learning-rate", "Learning rate", "", entries, _column_reader("learning_rate")),
         _build_plot("loss-scale", "Loss scale", "", entries, _column_reader("loss_scale")),
     ]
-    names = dict.fromkeys(name for e in entries for name in e.run.log.iterations.other_names)
-    for index, name in enumerate(list(names)[:_MAX_EXTRA_METRICS], start=1):
-        plots.append(
-            _build_plot(
-                f"other-{index}", name, name, entries, _column_reader(EXTRA_METRIC_PREFIX + name)
-            )
-        )
+    # A dictionary keeps the order in which the logs print the metrics.
+    extra_metrics: dict[str, None] = {}
+    for entry in entries:
+        extra_metrics |= dict.fromkeys(entry.run.log.iterations.other_names)
+    for index, metric in enumerate(list(extra_metrics)[:_MAX_EXTRA_METRICS], start=1):
+        read_metric = _column_reader(EXTRA_METRIC_PREFIX + metric)
+        plots.append(_build_plot(f"other-{index}", metric, metric, entries, read_metric))
     return [plot for plot in plots if plot is not None]
 
 
@@ -159,58 +150,94 @@ def _build_plot(
         clip: True draws values far beyond the others as arrows.
         merges: False draws every curve, also those that coincide.
     """
-    curves = {index: curve(entry.run) for index, entry in enumerate(entries)}
-    curves = {index: (x, y) for index, (x, y) in curves.items() if len(x) > 1}
-    # A quantity that never changes needs no picture.
-    changes = name in _ALWAYS_DRAWN or any(np.any(y != y[0]) for _, y in curves.values())
-    if not curves or not changes:
+    curves: dict[int, Curve] = {}
+    for index, entry in enumerate(entries):
+        iterations, values = curve(entry.run)
+        if len(iterations) > 1:
+            curves[index] = iterations, values
+    if not curves:
         return None
-    labels = entry_names(entries)
-    coinciding = _find_coinciding_curves(curves) if merges and name in _MAY_COINCIDE else {}
+    any_value_changes = any(np.any(values != values[0]) for _, values in curves.values())
+    if not any_value_changes and name not in _ALWAYS_DRAWN:
+        return None
+    may_coincide = name in _MAY_COINCIDE
+    coinciding = _find_coinciding_curves(curves) if merges and may_coincide else {}
     shown = [index for index in curves if index not in coinciding]
-    drawn, num_coinciding = shown[:MAX_SERIES], Counter(coinciding.values())
+    drawn = shown[:MAX_SERIES]
+    text = _TEXTS.get(name, f"{title} by iteration, of the newest run of each row.")
+    if len(shown) > len(drawn):
+        text += f" The first {len(drawn)} of {len(shown)} rows."
+    labels = _label_merged_curves(entry_names(entries), coinciding)
     series = []
     for index in drawn:
-        more = num_coinciding[index]
-        suffix = f" ({more} other{'s coincide' if more > 1 else ' coincides'})" if more else ""
-        drawn_series = _build_series(
-            labels[index] + suffix, index, entries[index].run, *curves[index]
-        )
+        iterations, values = curves[index]
+        drawn_series = _build_series(labels[index], index, entries[index].run, iterations, values)
         if name == "losses":
-            drawn_series = _add_means(drawn_series, *curves[index])
+            drawn_series = _add_means(drawn_series, iterations, values)
         series.append(drawn_series)
-    rows = [(entries[index].label, entries[index]) for index in drawn]
+    marks = _list_marks(name, [entries[index] for index in drawn], names_rows=len(entries) > 1)
+    return Plot(name, title, text, unit, tuple(series), marks, clip, overlap=may_coincide)
+
+
+def _label_merged_curves(labels: Sequence[str], coinciding: Mapping[int, int]) -> list[str]:
+    """Return the labels of the rows, with the number of other curves that are drawn as the row's curve.
+
+    Args:
+        labels: Label per row.
+        coinciding: Index of the earlier row that is drawn, by the index of a row whose curve coincides with it.
+    """
+    num_coinciding = Counter(coinciding.values())
+    merged_labels = []
+    for index, label in enumerate(labels):
+        more = num_coinciding[index]
+        suffix = ""
+        if more:
+            suffix = f" ({more} {'others coincide' if more > 1 else 'other coincides'})"
+        merged_labels.append(label + suffix)
+    return merged_labels
+
+
+def _list_marks(name: str, rows: Sequence[Entry], names_rows: bool) -> tuple[Mark, ...]:
+    """Return at most MAX_MARKS marks of a picture, ordered by iteration: changes within runs, and resumptions.
+
+    Args:
+        name: Name of the picture. Only the picture of times marks changes, and only _WITH_RESTARTS mark resumptions.
+        rows: Rows that are drawn.
+        names_rows: True puts the row's label before the text of a change.
+    """
     marks: list[Mark] = []
     if name == "times":
-        several = len(labels) > 1
-        marks = [
-            Mark(shift.iteration, f"{label}: {shift.text}" if several else shift.text)
-            for label, row in rows
-            for shift in row.changes_within_run
-        ]
+        for row in rows:
+            prefix = f"{row.label}: " if names_rows else ""
+            marks += [
+                Mark(change.iteration, f"{prefix}{change.text}")
+                for change in row.changes_within_run
+            ]
     if name in _WITH_RESTARTS:
-        resumed = ((label, at) for label, row in rows for at in row.run.restarts)
-        marks += [Mark(at, f"{label} was resumed at iteration {at}") for label, at in resumed]
-    marks = sorted(marks[:MAX_MARKS], key=lambda mark: mark.x)
-    picked = f" The first {len(drawn)} of {len(shown)} rows." if len(shown) > len(drawn) else ""
-    text = f"{_TEXTS.get(name, f'{title} by iteration, of the newest run of each row.')}{picked}"
-    overlap = name in _MAY_COINCIDE
-    return Plot(name, title, text, unit, tuple(series), tuple(marks), clip, overlap)
+        for row in rows:
+            marks += [
+                Mark(iteration, f"{row.label} was resumed at iteration {iteration}")
+                for iteration in row.run.restarts
+            ]
+    return tuple(sorted(marks[:MAX_MARKS], key=lambda mark: mark.x))
 
 
 def _find_coinciding_curves(curves: Mapping[int, Curve]) -> dict[int, int]:
     """Return which curves look the same as an earlier curve: the index of the earlier curve by the curve's index."""
-    levels = np.concatenate([y for _, y in curves.values()])
-    least = _MIN_DISTANCE * float(np.ptp(levels[np.isfinite(levels)]) if len(levels) else 0.0)
+    all_values = np.concatenate([values for _, values in curves.values()])
+    value_range = float(np.ptp(all_values[np.isfinite(all_values)])) if len(all_values) else 0.0
+    visible = _MIN_DISTANCE * value_range
     shown: dict[int, Curve] = {}
     earlier_by_index = {}
-    for index, (x, y) in curves.items():
-        for earlier, (u, v) in shown.items():
-            if np.array_equal(u, x) and float(np.max(np.abs(v - y))) <= least:
+    for index, (iterations, values) in curves.items():
+        for earlier, (earlier_iterations, earlier_values) in shown.items():
+            if not np.array_equal(earlier_iterations, iterations):
+                continue
+            if float(np.max(np.abs(earlier_values - values))) <= visible:
                 earlier_by_index[index] = earlier
                 break
         else:
-            shown[index] = x, y
+            shown[index] = iterations, values
     return earlier_by_index
 
 
@@ -284,6 +311,24 @@ def _column_reader(name: str) -> Callable[[Run], Curve]:
         values = run.log.iterations.values(name)
         keep = np.isfinite(values)
         return run.log.iterations.numbers[keep], values[keep]
+
+    return curve
+
+
+def _time_reader(*, is_relative: bool) -> Callable[[Run], Curve]:
+    """Return a function that reads a run's iteration times as a curve.
+
+    The curve has milliseconds, or if `is_relative` multiples of their median. Averages over several iterations and
+    the first iteration after a start are left out.
+    """
+
+    def curve(run: Run) -> Curve:
+        table = run.log.iterations
+        milliseconds = table.values("elapsed_ms")
+        is_single = ~table.known("first_of_start") & ~table.known("averaged")
+        keep = (milliseconds > 0) & is_single & np.isfinite(milliseconds)
+        usual = np.median(milliseconds[keep]) if is_relative and keep.any() else 1.0
+        return table.numbers[keep], milliseconds[keep] / usual
 
     return curve
 

@@ -46,35 +46,52 @@ _MAX_SENTENCES = 12
 
 
 def write_sentences(report: Report) -> list[str]:
-    """Return all verdicts of a report, one sentence each."""
-    entries = report.entries
-    if not entries:
+    """Return all verdicts of a report, one sentence each, in the order of the page."""
+    if not report.entries:
         return [ending_sentence(report)]
-    texts = [ending_sentence(report), *_sample_sentences(report), *withheld_sentences(report)]
-    texts += _speed_sentences(report)
-    texts += [*assumed_device_sentences(report), *_uncompared_sentences(report)]
-    within = [
-        f"Within {entry.label}, {change.text}."
-        for entry in entries
-        for change in entry.changes_within_run
+    return [
+        ending_sentence(report),
+        *_sample_sentences(report),
+        *withheld_sentences(report),
+        *_speed_sentences(report),
+        *assumed_device_sentences(report),
+        *_uncompared_sentences(report),
+        *_change_within_run_sentences(report),
+        *_power_sentences(report),
+        *_doubtful_rate_sentences(report),
+        *_disagreement_sentences(report),
+        *_parity_sentences(report),
+        *published_sentences(report),
+        *_planner_sentences(report),
+        *change_sentences(report),
     ]
-    texts += _limit_sentences(within, "changes within runs are in the notes of their rows.")
-    texts += _power_sentences(report)
-    doubts = [
+
+
+def _change_within_run_sentences(report: Report) -> list[str]:
+    """Return a sentence per change of the iteration time within a run, limited by `_limit_sentences`."""
+    texts = []
+    for entry in report.entries:
+        texts += [f"Within {entry.label}, {change.text}." for change in entry.changes_within_run]
+    return _limit_sentences(texts, "changes within runs are in the notes of their rows.")
+
+
+def _doubtful_rate_sentences(report: Report) -> list[str]:
+    """Return a sentence per row whose TFLOP/s are doubtful, limited by `_limit_sentences`."""
+    texts = [
         f"TFLOP/s of {entry.label} are doubtful: {entry.rates.model_doubt}."
-        for entry in entries
+        for entry in report.entries
         if entry.rates.model_doubt and entry.rates.model_tflops_per_device is not None
     ]
-    texts += _limit_sentences(doubts, "rows with doubtful TFLOP/s have it in their notes.")
-    texts += [
+    return _limit_sentences(texts, "rows with doubtful TFLOP/s have it in their notes.")
+
+
+def _disagreement_sentences(report: Report) -> list[str]:
+    """Return a sentence per row whose repeats scatter by more than is usual."""
+    return [
         f"Repeats of {entry.label} disagree: {describe_disagreement(entry)}."
-        for entry in entries
+        for entry in report.entries
         if entry.estimate and entry.estimate.repeats_disagree
     ]
-    texts += _parity_sentences(report)
-    texts += published_sentences(report)
-    texts += _planner_sentences(report)
-    return [*texts, *change_sentences(report)]
 
 
 def ending_sentence(report: Report) -> str:
@@ -98,14 +115,16 @@ def ending_sentence(report: Report) -> str:
 def _sample_sentences(report: Report) -> list[str]:
     """Return sentences on what CPU times mean, and on the number of iterations behind the medians."""
     texts = []
-    timed = [(entry, entry.estimate) for entry in report.entries if entry.estimate]
-    if any(entry.run.device == "cpu" for entry, _ in timed):
+    timed = [entry for entry in report.entries if entry.estimate]
+    if any(entry.run.device == "cpu" for entry in timed):
         texts.append(
             "Times on CPU ranks are illustrative: ranks share cores, and no GPU's balance of compute and"
             " communication is in them. Losses, parameters and bytes are exact."
         )
-    if counts := sorted({estimate.count for _, estimate in timed}):
-        span = f"{counts[0]} to {counts[-1]}" if len(counts) > 1 else f"{counts[0]}"
+    counts = [entry.estimate.count for entry in timed if entry.estimate]
+    if counts:
+        fewest, most = min(counts), max(counts)
+        span = f"{fewest}" if fewest == most else f"{fewest} to {most}"
         texts.append(
             f"Medians rest on {span} iterations per row. 'How it was measured' in report.html and"
             " report.md tells which iterations were left out, and why."
@@ -235,10 +254,12 @@ def withheld_sentences(report: Report) -> list[str]:
         reason = why_withheld(entry.configuration)
         if reason == DISTURBED:
             disturbed.append(f"{entry.label} ({why_disturbed(entry.run)})")
-        elif reason == OVERSUBSCRIBED and (known := ranks_and_cores(entry.run)):
-            ranks, cores = known
-            counts = f"{plural(ranks, 'rank')} on {plural(cores, 'core')}"
-            oversubscribed.append(f"{entry.label} ({counts})")
+        elif reason == OVERSUBSCRIBED:
+            known = ranks_and_cores(entry.run)
+            if known:
+                ranks, cores = known
+                counts = f"{plural(ranks, 'rank')} on {plural(cores, 'core')}"
+                oversubscribed.append(f"{entry.label} ({counts})")
     texts = []
     if disturbed:
         texts.append(
@@ -265,22 +286,32 @@ def _speed_sentences(report: Report) -> list[str]:
     If there would be more than _MAX_SENTENCES, there is one sentence per reference and verdict instead, with the
     range of the ratios, and a last sentence that names the table with each row's verdict.
     """
-    compared = [
-        entry for entry in report.entries if entry.speed and IMPOSSIBLE not in entry.speed.caution
-    ]
-    texts = [text for entry in compared if (text := speed_sentence(entry, report))]
+    texts = []
+    for entry in report.entries:
+        # A row with an impossible speed has a sentence of its own (`withheld_sentences`).
+        if entry.speed and IMPOSSIBLE not in entry.speed.caution:
+            text = speed_sentence(entry, report)
+            if text:
+                texts.append(text)
     if len(texts) <= _MAX_SENTENCES:
         return texts
+    summaries = _summarize_speeds(report)
+    return [*summaries, "Each row's own verdict and interval are under 'Compared in speed'."]
+
+
+def _summarize_speeds(report: Report) -> list[str]:
+    """Return one sentence per reference and verdict, with the range of the ratios and the names of the rows."""
     groups: dict[tuple[str, TimeVerdict, bool], list[Entry]] = {}
     for entry in report.entries:
         if entry.speed and entry.per_token:
-            judged = entry.speed.judged_time or entry.per_token
-            key = entry.speed.reference, judged.verdict, bool(entry.speed.per_device_token)
+            judged_time = entry.speed.judged_time or entry.per_token
+            is_per_device = entry.speed.per_device_token is not None
+            key = entry.speed.reference, judged_time.verdict, is_per_device
             groups.setdefault(key, []).append(entry)
     labels = {entry.run.name: entry.label for entry in report.entries}
     summaries = []
     for (reference, verdict, is_per_device), members in groups.items():
-        ratios = sorted(map(judged_ratio, members))
+        ratios = sorted(judged_ratio(entry) for entry in members)
         unit = "device time per token" if is_per_device else "time per token"
         span = describe_ratio(ratios[0])
         if len(ratios) > 1:
@@ -290,21 +321,20 @@ def _speed_sentences(report: Report) -> list[str]:
             f"{plural(len(members), 'row')}: {verdict.against(labels[reference])}, {span} {unit}"
             f" ({names})."
         )
-    return [*summaries, "Each row's own verdict and interval are under 'Compared in speed'."]
+    return summaries
 
 
 def _uncompared_sentences(report: Report) -> list[str]:
     """Return one sentence on the logs that cannot be compared with any other log; empty if there are no such logs."""
     references = {entry.speed.reference for entry in report.entries if entry.speed}
     timed = [entry for entry in report.entries if entry.run.is_foreign and entry.estimate]
-    labels = [
-        entry.label for entry in timed if not entry.speed and entry.run.name not in references
-    ]
-    if len(timed) < 2 or not labels:
+    uncompared = [entry for entry in timed if not entry.speed and entry.run.name not in references]
+    if len(timed) < 2 or not uncompared:
         return []
-    verb, whose = ("is", "its") if len(labels) == 1 else ("are", "their")
+    verb, whose = ("is", "its") if len(uncompared) == 1 else ("are", "their")
+    names = join_first_names([entry.label for entry in uncompared])
     return [
-        f"{join_first_names(labels)} {verb} compared with no other log: none is of {whose} model"
+        f"{names} {verb} compared with no other log: none is of {whose} model"
         " (and device, if the logs name one; of equal batch, if they name no model)."
     ]
 
@@ -370,8 +400,8 @@ def _verdict_text(
 ) -> str:
     """Return the verdict on a row's time: the ratio to the reference, its interval, and remarks.
 
-    The remarks can be the smallest difference that would be visible, a verdict that Holm's rule took back, or
-    that a single run cannot decide. With too few samples the text says only that there is no verdict.
+    A remark states the smallest visible difference, or that Holm's rule took a verdict back, or that a single run
+    cannot decide. With too few samples the text says only that there is no verdict.
     """
     if judged.verdict is TimeVerdict.UNKNOWN:
         return f"{entry.label} against {reference.label}: too few samples for a verdict"
