@@ -123,8 +123,8 @@ def _sample_sentences(report: Report) -> list[str]:
         )
     counts = [entry.estimate.count for entry in timed if entry.estimate]
     if counts:
-        fewest, most = min(counts), max(counts)
-        span = f"{fewest}" if fewest == most else f"{fewest} to {most}"
+        smallest, largest = min(counts), max(counts)
+        span = f"{smallest}" if smallest == largest else f"{smallest} to {largest}"
         texts.append(
             f"Medians rest on {span} iterations per row. 'How it was measured' in report.html and"
             " report.md tells which iterations were left out, and why."
