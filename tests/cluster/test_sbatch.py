@@ -16,6 +16,11 @@ from parakit.cluster.slurm import Slurm, parse_slurm_options, split_directives
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
 from parakit.config.settings import SLURM_SETTINGS
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options
+from parakit.launch.preflight import nodes_problems
+from parakit.launch.submit import spread_over_nodes
+from parakit.launch.train import compose_job
 from tests.given import read_of
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -201,6 +206,36 @@ def test_slurm_gres_names_the_gpus_in_place_of_gpus_per_node() -> None:
     text = render_batch_script(job(slurm=slurm, device=DeviceKind.GPU, devices_per_node=4))
     assert "#SBATCH --gres=gpu:h200:4\n" in text
     assert "--gpus-per-node" not in text
+
+
+@pytest.mark.parametrize(
+    ("directives", "gpus"),
+    [
+        (("--qos=high",), None),
+        (("--gres=gpu:h200:4",), 4),
+        (("--gres=gpu:8",), 8),
+        (("--gres=gpu:h200",), 1),
+        (("--gres=nvme:1,gpu:2",), 2),
+        (("--gres=nvme:1",), 0),
+        (("--gres=gpu:8", '--gres="gpu:4"'), 4),
+    ],
+)
+def test_gpus_per_node_are_those_of_the_last_gres(
+    directives: tuple[str, ...], gpus: int | None
+) -> None:
+    assert Slurm(directives=directives).gpus_per_node == gpus
+
+
+@pytest.mark.parametrize(("gres", "is_refused"), [("gpu:4", True), ("gpu:h200:1", False)])
+def test_a_gres_that_does_not_fit_the_target_is_refused(gres: str, is_refused: bool) -> None:
+    options = Options(slurm=Slurm(nodes=2, directives=(f"--gres={gres}",)))
+    job_of_two = parse_target("train-dp2-gpt2-large-2gpu").with_options(options)
+    launch = spread_over_nodes(compose_job(job_of_two), 2)
+    expected = [
+        f"SLURM_GRES= or a --gres line asks for 4 GPUs per node, and {launch.job.name} on 2 nodes has 1 rank there; "
+        "ask for gpu:1, or name a target with 8 GPUs."
+    ]
+    assert list(nodes_problems(launch)) == (expected if is_refused else [])
 
 
 def test_a_misspelt_variable_of_slurm_is_refused_and_slurms_own_are_not(

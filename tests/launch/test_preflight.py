@@ -58,6 +58,19 @@ def test_too_few_open_files_are_refused_before_torchrun_waits_for_ever(
     )
 
 
+def test_too_few_addresses_are_refused_before_an_import_fails_anywhere(
+    composed: Composer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = composed("train-tp2-gpt2-tiny-2cpu")
+    for limit in (None, 8 * 2**30):
+        monkeypatch.setattr(preflight, "read_address_limit", lambda limit=limit: limit)
+        check_launch(launch)
+    monkeypatch.setattr(preflight, "read_address_limit", lambda: 3_276_800_000)
+    sentence = refusal(launch, tmp_path)
+    assert sentence.startswith("A process may have 3.1 GiB of addresses here (ulimit -v)")
+    assert sentence.endswith("raise the limit with 'ulimit -v unlimited'.")
+
+
 @pytest.mark.parametrize(
     ("target", "changes", "message"),
     [

@@ -77,6 +77,23 @@ class Slurm:
         """True if a directive asks for generic resources, so the GPUs of a node need no option of their own."""
         return any(directive.startswith("--gres=") for directive in self.directives)
 
+    @property
+    def gpus_per_node(self) -> int | None:
+        """The GPUs per node that the last `--gres=` asks for; None without one, and 0 if it names no GPUs.
+
+        `gpu`, `gpu:8`, `gpu:h200:8` and `gpu:h200` are understood; without a number one GPU is meant.
+        """
+        values = [line for line in self.directives if line.startswith("--gres=")]
+        if not values:
+            return None
+        gpus = 0
+        for resource in values[-1].removeprefix("--gres=").strip("\"'").split(","):
+            kind, *details = resource.split(":")
+            if kind in ("gpu", "gres/gpu"):
+                count = details[-1] if details else ""
+                gpus += int(count) if count.isdecimal() else 1
+        return gpus
+
 
 def parse_slurm_options(arguments: Namespace) -> Slurm | None:
     """Return the options of a Slurm job from NODES=, SLURM_PARTITION= and the like; None without LAUNCHER=slurm.

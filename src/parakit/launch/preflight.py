@@ -40,7 +40,7 @@ from parakit.data import (
     idx_path,
     open_dataset,
 )
-from parakit.formatting.units import gib, plural
+from parakit.formatting.units import GIB, gib, plural
 from parakit.launch.backends import backend_problems, optimizer_problems
 from parakit.launch.compose import Launch
 from parakit.launch.data import OWN_SAMPLES, PUBLISHED
@@ -54,12 +54,17 @@ from parakit.launch.preflight_gpu import (
     runtime_problems,
     sharing_problems,
 )
+from parakit.launch.supervise.exit_status import read_address_limit
 
 LOG_BYTES = 64 << 20
 """Bytes on the disk that a run's log, samples and event files need."""
 
 LEAST_OPEN_FILES = 64
 """Open files without which torchrun and gloo fail, or wait for ever, before they log a line. A rank opens about 40."""
+
+LEAST_ADDRESS_BYTES = int(3.4 * GIB)
+"""Addresses of a process (`ulimit -v`) without which torch 2.15 and Megatron 0.19 cannot be imported. With one
+thread the import takes 3.3 GiB; with less it ends in a MemoryError in any of many places."""
 
 _SAVED_BYTES = {"fp32": 12, "fp16": 14, "bf16": 14}
 """Bytes per parameter in a checkpoint: weights, fp32 main weights beside 16-bit ones, Adam's two moments."""
@@ -90,6 +95,19 @@ def _limit_problems(_: Launch) -> Iterator[str]:
         yield (
             f"A process may open {limit} files here, and a rank needs {LEAST_OPEN_FILES}; raise the limit "
             "with 'ulimit -n 4096', or as 'nofile' in /etc/security/limits.conf."
+        )
+
+
+def _address_space_problems(launch: Launch) -> Iterator[str]:
+    """Yield a sentence if this shell allows a process fewer addresses than a CPU rank's libraries take.
+
+    Their import would fail in one of many places, or wait for a thread that could not be started.
+    """
+    limit = read_address_limit()
+    if limit is not None and limit < LEAST_ADDRESS_BYTES and launch.runtime.container is None:
+        yield (
+            f"A process may have {gib(limit)} GiB of addresses here (ulimit -v), and torch and Megatron take "
+            f"{gib(LEAST_ADDRESS_BYTES)} GiB when they are imported; raise the limit with 'ulimit -v unlimited'."
         )
 
 
@@ -133,11 +151,29 @@ def nodes_problems(launch: Launch) -> Iterator[str]:
         )
     if launch.spec.link_bits_per_second:
         yield "NET= connects CPU ranks of one machine by a shaped link; leave it out with several nodes."
+    yield from _gres_problems(launch)
     container = launch.runtime.container
     if container is not None and not container.host_network:
         yield (
             "Other nodes cannot reach a container's own network; let the container use this machine's "
             "network with HOST_NETWORK=1, or set RUNTIME=host."
+        )
+
+
+def _gres_problems(launch: Launch) -> Iterator[str]:
+    """Yield a sentence if a Slurm job asks for another number of GPUs per node than its ranks there.
+
+    Ranks would share GPUs, or GPUs would be idle.
+    """
+    slurm = launch.job.options.slurm
+    if slurm is None or launch.spec.device is not DeviceKind.GPU or launch.spec.shares_gpu:
+        return
+    gpus, ranks = slurm.gpus_per_node, launch.local_devices
+    if gpus is not None and gpus != ranks:
+        yield (
+            f"SLURM_GRES= or a --gres line asks for {plural(gpus, 'GPU')} per node, and {launch.job.name} on "
+            f"{plural(slurm.nodes, 'node')} has {plural(ranks, 'rank')} there; ask for gpu:{ranks}, or name a "
+            f"target with {plural(gpus * slurm.nodes, 'GPU')}."
         )
 
 
@@ -372,6 +408,7 @@ MACHINE_CHECKS: tuple[LaunchCheck, ...] = (
     runtime_problems,
     _address_problems,
     _limit_problems,
+    _address_space_problems,
 )
 """Checks of the machine that starts the run."""
 
