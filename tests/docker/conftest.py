@@ -15,7 +15,9 @@ import pytest
 from parakit.cluster.container.docker import CONTAINER_FILE
 from parakit.config.files import ROOT
 from tests.docker import engine as engines
+from tests.docker import podman as podmans
 from tests.docker.engine import Engine
+from tests.docker.podman import Podman
 from tests.faults.runs import Ended, Kit, Victim
 from tests.patience import PATIENCE, until
 
@@ -26,7 +28,7 @@ TARGET = ("run", "dp2", "gpt2-tiny", "2cpu")
 class Built:
     """The kit's image of the installed Megatron, and the kit that trains in it."""
 
-    engine: Engine
+    engine: Engine | Podman
     kit: Kit
 
     def begin(self, line: str = "iteration        2/", **variables: str) -> Victim:
@@ -73,7 +75,11 @@ def inside(victim: Victim) -> dict[str, psutil.Process]:
     processes_by_name: dict[str, psutil.Process] = {}
     for process in psutil.process_iter(["cmdline", "name", "environ", "status"]):
         command_line = process.info["cmdline"] or []
-        if process.info["name"].startswith("docker") or process.info["status"] == "zombie":
+        name = process.info["name"]
+        if (
+            name.startswith(("docker", "podman", "conmon", "catatonit"))
+            or process.info["status"] == "zombie"
+        ):
             continue
         if "parakit.launch.supervise.supervisor" in command_line:  # It has its container's words.
             continue
@@ -92,32 +98,44 @@ def built(tmp_path_factory: pytest.TempPathFactory, small_prefix: Path) -> Itera
     repository = folder / "megatron-lm"
     commit = checkout(repository)
     with engines.running(folder / "docker", repository) as engine:
-        versions = folder / "versions.env"
-        version = importlib.metadata.version("megatron-core")
-        versions.write_text(f'PAIR_T="0-stand-in {commit} {version}"\n')
-        data = folder / "data"
-        shutil.copytree(small_prefix.parent, data)
-        data.chmod(0o555)  # Root in a container without capabilities may not write to it either.
-        start = folder / "start"  # A runs folder links it.
-        start.mkdir()
-        kit = Kit(folder, data / small_prefix.name, start)
-        kit.program = (sys.executable, "-m", "tests.docker.launcher", str(versions))
         # Containers of an engine without a bridge have no name of their own to listen at.
-        kit.environment |= {
-            "DOCKER_HOST": engine.address,
-            "RUNTIME": "docker",
-            "HOST_NETWORK": "1",
-            "SAVE_EVERY": "",
-            "ITERS": "400",
-        }
-        client = {"DOCKER_BUILDKIT": "0", "MEGATRON_URL": repository.as_uri()}
-        answer = subprocess.run(
-            (*kit.program, "image"),
-            cwd=ROOT,
-            env={**kit.environment, **client},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert answer.returncode == 0, answer.stdout + answer.stderr
-        yield Built(engine, kit)
+        variables = {"DOCKER_HOST": engine.address, "RUNTIME": "docker", "HOST_NETWORK": "1"}
+        yield Built(engine, build_kit(folder, commit, small_prefix, variables))
+
+
+@pytest.fixture(scope="module")
+def built_by_podman(
+    tmp_path_factory: pytest.TempPathFactory, small_prefix: Path
+) -> Iterator[Built]:
+    folder = tmp_path_factory.mktemp("podman")
+    repository = folder / "megatron-lm"
+    commit = checkout(repository)
+    with podmans.running(folder / "podman", repository) as podman:
+        variables = {**podman.environment, "RUNTIME": "podman", "HOST_NETWORK": "1"}
+        yield Built(podman, build_kit(folder, commit, small_prefix, variables))
+
+
+def build_kit(folder: Path, commit: str, small_prefix: Path, variables: dict[str, str]) -> Kit:
+    """Build the kit's image with `folder / "megatron-lm"` and the variables' RUNTIME=; return the kit that uses it."""
+    versions = folder / "versions.env"
+    version = importlib.metadata.version("megatron-core")
+    versions.write_text(f'PAIR_T="0-stand-in {commit} {version}"\n')
+    data = folder / "data"
+    shutil.copytree(small_prefix.parent, data)
+    data.chmod(0o555)  # Root in a container without capabilities may not write to it either.
+    start = folder / "start"  # A runs folder links it.
+    start.mkdir()
+    kit = Kit(folder, data / small_prefix.name, start)
+    kit.program = (sys.executable, "-m", "tests.docker.launcher", str(versions))
+    kit.environment |= {**variables, "SAVE_EVERY": "", "ITERS": "400"}
+    client = {"DOCKER_BUILDKIT": "0", "MEGATRON_URL": (folder / "megatron-lm").as_uri()}
+    answer = subprocess.run(
+        (*kit.program, "image"),
+        cwd=ROOT,
+        env={**kit.environment, **client},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+    return kit

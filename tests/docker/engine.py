@@ -94,7 +94,7 @@ def running(folder: Path, *shown: Path) -> Iterator[Engine]:
         yield engine
     finally:
         stop(engine)
-        _unmount(folder)  # An engine that was killed has left some.
+        unmount(folder)  # An engine that was killed has left some.
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -102,15 +102,7 @@ def start(folder: Path, *shown: Path) -> Engine:
     """Start it in a folder."""
     hook = folder / "hook" / "nvidia-container-runtime-hook"  # Asked for by `--gpus`.
     _program(hook, "#!/bin/sh\nexit 0\n")
-    packages = Path(sysconfig.get_path("purelib")).resolve()
-    programs = Path(sys.executable).parent.resolve()  # uv is one of them.
-    seen = dict.fromkeys(map(str, (Path("/usr"), Path(sys.base_prefix), programs, *shown)))
-    mounts = {path: path for path in seen if not path.startswith("/usr/")}
-    mounts[_own_packages()] = str(packages)
-    runc = shutil.which("runc")
-    runtime = RUNTIME.format(python=sys.executable, mounts=mounts, runc=runc)
-    _program(folder / "runtime", runtime)
-    named = {"path": str(folder / "runtime")}
+    named = {"path": str(write_runtime(folder, *shown))}
     configuration = {
         "data-root": str(folder / "data"),
         "exec-root": str(folder / "exec"),
@@ -144,6 +136,18 @@ def start(folder: Path, *shown: Path) -> Engine:
     return engine
 
 
+def write_runtime(folder: Path, *shown: Path) -> Path:
+    """Write the OCI runtime whose containers see this machine's programs and `shown`; return its path."""
+    packages = Path(sysconfig.get_path("purelib")).resolve()
+    programs = Path(sys.executable).parent.resolve()  # uv is one of them.
+    seen = dict.fromkeys(map(str, (Path("/usr"), Path(sys.base_prefix), programs, *shown)))
+    mounts = {path: path for path in seen if not path.startswith("/usr/")}
+    mounts[_own_packages()] = str(packages)
+    runtime = RUNTIME.format(python=sys.executable, mounts=mounts, runc=shutil.which("runc"))
+    _program(folder / "runtime", runtime)
+    return folder / "runtime"
+
+
 def stop(engine: Engine) -> None:
     """End it with its containers."""
     containers = engine.docker("ps", "--quiet", check=False).split()
@@ -166,7 +170,14 @@ def _own_packages() -> str:
 
 
 def _import_base(engine: Engine) -> None:
+    """Import the image `BASE` into an engine."""
     archive = engine.folder / "base.tar"
+    engine.docker("import", *write_base(archive), str(archive), BASE)
+    archive.unlink()
+
+
+def write_base(archive: Path) -> list[str]:
+    """Write the archive of the image `BASE`; return the options of its import."""
     python = Path(sys.base_prefix) / "bin"
     with tarfile.open(archive, "w") as tar:
         for name in FOLDERS:
@@ -183,12 +194,10 @@ def _import_base(engine: Engine) -> None:
         f"ENV PATH={python}:/usr/local/bin:/usr/bin:/bin:{programs}",
         "ENV PIP_CONSTRAINT=/etc/pip/constraint.txt",
     )
-    change_arguments = [word for change in changes for word in ("--change", change)]
-    engine.docker("import", *change_arguments, str(archive), BASE)
-    archive.unlink()
+    return [word for change in changes for word in ("--change", change)]
 
 
-def _unmount(folder: Path) -> None:
+def unmount(folder: Path) -> None:
     places = (line.split()[1] for line in Path("/proc/mounts").read_text().splitlines())
     for place in sorted(filter(lambda one: one.startswith(f"{folder}/"), places), reverse=True):
         subprocess.run(("umount", "--lazy", place), check=False)

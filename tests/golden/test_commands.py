@@ -115,7 +115,7 @@ AREAS: dict[str, list[str]] = {
         target(TP2_CPU, "OPTIMIZER=sgd"),
         target("train-dp2-llama3-8b-fp8-2cpu"),
         target(TP2_GPU, "RUNTIME=docker IMAGE=1.2-py3"),
-        target(TP2_GPU, "RUNTIME=podman"),
+        target(TP2_GPU, "RUNTIME=enroot"),
         target(DP2_CPU, "NNODES=2"),
         target(DP2_CPU, "NNODES=2 NODE_RANK=2 MASTER_ADDR=a"),
         target(DP2_CPU, "LAUNCHER=pbs"),

@@ -14,7 +14,7 @@ from parakit.launch.compose import Launch
 from parakit.launch.data import sample_index_folder
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
-from parakit.launch.runtime import Runtime, docker_runtime
+from parakit.launch.runtime import Runtime, container_runtime
 from parakit.launch.train import compose_job
 from tests.launch.megatron_parser import MegatronParser
 
@@ -46,7 +46,7 @@ def checkout_of_the_commit(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(target: str, runtime: str, version: str, checkout: Path) -> tuple[str, ...]:
     if runtime == "docker":
         pair = PUBLISHED_PAIR if version == "f4fa7d6b" else NEWER_PAIR
-        options, chosen = Options(), docker_runtime(pair)
+        options, chosen = Options(), container_runtime(pair)
     else:
         options = Options(megatron_lm=checkout if version == "f4fa7d6b" else None)
         chosen = Runtime()

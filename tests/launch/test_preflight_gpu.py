@@ -23,7 +23,7 @@ from parakit.launch.preflight_gpu import (
     predict_peak_bytes,
     torch_problem,
 )
-from parakit.launch.runtime import Runtime, docker_runtime
+from parakit.launch.runtime import Runtime, container_runtime
 from parakit.launch.train import compose_job
 from tests.launch.fake_nvml import GIB, FakeNvml
 from tests.machines import FakeDocker
@@ -146,7 +146,7 @@ def test_an_image_that_is_not_built_stops_a_run_before_anything_is_written(
     composed: Composer, docker: FakeDocker, two_h200: FakeNvml, tmp_path: Path
 ) -> None:
     docker.answer("image inspect", "", "No such image\n", 1)
-    launch = composed("tp2", docker_runtime(find_pair(None)))
+    launch = composed("tp2", container_runtime(find_pair(None)))
     with pytest.raises(
         LaunchError, match=r"25.06-py3-f4fa7d6b is not built; run 'make image IMAGE=25"
     ):

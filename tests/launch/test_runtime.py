@@ -11,7 +11,12 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.run import RuntimeName
 from parakit.launch.options import Options
-from parakit.launch.runtime import docker_command, find_named_folders, prepare_dataset, run_module
+from parakit.launch.runtime import (
+    find_named_folders,
+    module_container,
+    prepare_dataset,
+    run_module,
+)
 from tests.given import run
 from tests.machines import FakeDocker
 
@@ -68,7 +73,7 @@ def test_ones_own_cache_of_the_hub_is_seen_in_the_container(
     docker: FakeDocker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    command = docker_command(("tools.preprocess", "hub", "some/name"), DOCKER)
+    command = module_container(("tools.preprocess", "hub", "some/name"), DOCKER).wrap((), ())
     assert "HF_HOME" in command
     assert f"type=bind,source={tmp_path},target={tmp_path}" in command
 
@@ -87,7 +92,7 @@ def test_folders_that_the_arguments_name_are_seen_in_the_container(
     linked.symlink_to(real)
     (real / "text.jsonl").touch()
     arguments = ("tools.preprocess", "--input", f"{linked}/*.jsonl", "--output-prefix", "owt-ds/x")
-    command = docker_command(arguments, DOCKER)
+    command = module_container(arguments, DOCKER).wrap((), ())
     mounts = [command[index + 1] for index, argument in enumerate(command) if argument == "--mount"]
     assert mounts == [bind_mount(ROOT), bind_mount(linked), bind_mount(real)]
 

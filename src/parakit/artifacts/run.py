@@ -218,7 +218,7 @@ class RunRecord:
     code: CodeHashes | None = None
     """None in records of older versions."""
     runtime: str = "host"
-    """`docker` or `host`."""
+    """`docker`, `podman`, `apptainer` or `host`."""
     image: str | None = None
     """Image of the container with its digest, `name@sha256:…`; None without container."""
     save_every: int | None = None

@@ -10,7 +10,7 @@ from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
     from parakit.cluster.checks.devices import GpuUse, check_busy
-    from parakit.cluster.checks.docker import check_container, check_engine, image_id
+    from parakit.cluster.checks.docker import check_engine
     from parakit.cluster.checks.host import (
         LOOPBACK,
         RUN_FILES,
@@ -20,13 +20,16 @@ if TYPE_CHECKING:
         free_files,
     )
     from parakit.cluster.checks.network import read_wandb_key
+    from parakit.cluster.checks.podman import check_podman_engine
     from parakit.cluster.checks.result import image_tag, refusal_sentences, run_program
+    from parakit.cluster.container.apptainer import ApptainerContainer
     from parakit.cluster.container.docker import (
         CONTAINER_FILE,
         HUB_VARIABLES,
         IMAGE_PYTHON,
         Container,
         ContainerEnd,
+        PodmanContainer,
         add_container_id_file,
         container_user,
         data_folders,
@@ -78,6 +81,7 @@ __all__ = [
     "RUN_FILES",
     "SINGLE_NODE",
     "STOPPED_BY_SLURM",
+    "ApptainerContainer",
     "ArrayTask",
     "BatchJob",
     "Container",
@@ -88,20 +92,20 @@ __all__ = [
     "NodeFiles",
     "NodeGroup",
     "Nodes",
+    "PodmanContainer",
     "Slurm",
     "add_container_id_file",
     "cancel_job",
     "check_busy",
-    "check_container",
     "check_engine",
     "check_loopback",
+    "check_podman_engine",
     "check_room",
     "container_user",
     "data_folders",
     "explain_unresolvable",
     "find_pair",
     "free_files",
-    "image_id",
     "image_tag",
     "inherited_names",
     "installed_versions",

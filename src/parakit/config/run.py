@@ -47,9 +47,11 @@ class Backend(StrEnum):
 
 
 class RuntimeName(StrEnum):
-    """Software environment of GPU ranks: NVIDIA's container, or this machine's."""
+    """Software environment of GPU ranks: NVIDIA's image in a container of some program, or this machine's."""
 
     DOCKER = "docker"
+    PODMAN = "podman"
+    APPTAINER = "apptainer"
     HOST = "host"
 
 

@@ -127,8 +127,8 @@ DRY_RUN = Setting("DRY_RUN", SWITCH, "1 prints the command and trains nothing", 
 RUNS = Setting("RUNS", FOLDER, "folder of run folders (runs)")
 RUNTIME = Setting(
     "RUNTIME",
-    "docker or host",
-    "docker or host; CPU ranks run on the host unless docker is asked for",
+    "docker, podman, apptainer or host",
+    "docker, podman, apptainer or host; CPU ranks run on the host unless a container is asked for",
 )
 IMAGE = Setting("IMAGE", "an NGC tag", "a tag of docker/versions.env, 25.06-py3 to 26.06-py3")
 BASE_IMAGE = Setting("BASE_IMAGE", TEXT, "nvcr.io/nvidia/pytorch on a mirror registry, without tag")

@@ -190,7 +190,8 @@ class Launch:
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """Return the whole command, to be run from the repository root.
 
-        In a container it begins with `docker run`, with a shaped link with `parakit.launch.network`.
+        In a container it begins with that of the container, such as `docker run`; with a shaped link, with
+        `parakit.launch.network`.
         """
         container = self.runtime.container
         program = (*self._program(), *self.arguments(run_folder))

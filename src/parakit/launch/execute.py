@@ -104,7 +104,8 @@ def run_ranks(
     if launch.job.options.ledger:
         environment[variables.LEDGER] = relative_to_root(folder / records.LEDGER_FOLDER)
     make_command = launch.warm_command if launch.warm else launch.command
-    in_container = launch.runtime.container is not None
+    container = launch.runtime.container
+    engine = container.program if container is not None and container.has_engine else None
     with defer_stop_requests():
         try:
             with (
@@ -115,7 +116,7 @@ def run_ranks(
                     make_command(relative_to_root(folder)),
                     environment,
                     log,
-                    in_container,
+                    engine,
                     launch.warm,
                 ) as ranks,
                 DeviceSampler(

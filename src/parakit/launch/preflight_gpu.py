@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from parakit.artifacts.run import MegatronEntry
-from parakit.cluster import check_busy, check_container, refusal_sentences
+from parakit.cluster import check_busy, refusal_sentences
 from parakit.config import variables
 from parakit.config.flag_table import parse_release
 from parakit.config.hardware import find_device
@@ -121,9 +121,8 @@ def _judge_fit(launch: Launch, batch: Batch, room: int) -> Fit:
 def runtime_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence for each reason why the runtime cannot start: a container problem, or a missing nvcc."""
     pair = launch.runtime.pair
-    if pair is not None:
-        uses_gpus = launch.spec.device is DeviceKind.GPU
-        yield from refusal_sentences(check_container(pair.name, pair.ngc_tag, uses_gpus))
+    if pair is not None and launch.runtime.container is not None:
+        yield from refusal_sentences(launch.runtime.container.check(pair.ngc_tag))
     elif problem := nvcc_problem(launch.entry):
         yield problem
 

@@ -28,7 +28,7 @@ from parakit.artifacts.identity import (
     sorted_pairs,
 )
 from parakit.artifacts.io import lock_file, write_record
-from parakit.cluster import Nodes, image_id, image_tag, installed_versions, read_image_versions
+from parakit.cluster import Nodes, image_tag, installed_versions, read_image_versions
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.run import DeviceKind
@@ -326,7 +326,7 @@ def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | No
     container = launch.runtime.container
     if container is None:
         return installed_versions(), image_tag()
-    digest = image_id(container.image) or "unknown"
+    digest = container.image_id() or "unknown"
     software = read_image_versions(container, runs / IMAGES_FOLDER / f"{digest}.json")
     return software, f"{container.image}@{digest}"
 

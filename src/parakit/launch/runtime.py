@@ -15,10 +15,12 @@ from pathlib import Path
 from parakit.cluster import (
     HUB_VARIABLES,
     IMAGE_PYTHON,
+    ApptainerContainer,
     Container,
     ImagePair,
-    check_container,
+    PodmanContainer,
     check_engine,
+    check_podman_engine,
     container_user,
     find_pair,
     image_tag,
@@ -56,17 +58,18 @@ ON_HOST = Runtime()
 def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
     """Return the runtime that RUNTIME= names, or the one that fits this machine.
 
-    CPU ranks run on the host unless RUNTIME=docker is set. A Slurm job chooses its runtime where it starts, so
-    the host is returned for it. Whether the runtime works is checked later, by `check_launch`.
+    CPU ranks run on the host unless RUNTIME= names a container's program. A Slurm job chooses its runtime where it
+    starts, so the host is returned for it. Whether the runtime works is checked later, by `check_launch`.
 
     Raises:
         LaunchError: IMAGE= names no image pair, or MEGATRON_LM= names a checkout, which a container cannot see.
     """
     is_cpu = device is DeviceKind.CPU
-    is_cpu_on_host = is_cpu and (image_tag() or options.runtime is not RuntimeName.DOCKER)
-    if is_cpu_on_host or options.slurm is not None:
+    is_cpu_on_host = is_cpu and options.runtime in (None, RuntimeName.HOST)
+    if options.slurm is not None or (is_cpu and image_tag()) or is_cpu_on_host:
         return ON_HOST
-    if image_tag() or (options.runtime or default_runtime()) is RuntimeName.HOST:
+    name = options.runtime or default_runtime()
+    if image_tag() or name is RuntimeName.HOST:
         # This may be a process in the kit's image, where Transformer Engine and Apex are installed.
         apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
         return Runtime(transformer_engine=can_import_transformer_engine(), apex=apex)
@@ -77,7 +80,7 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
         )
     if options.wandb and options.wandb.mode == "online":
         _export_wandb_key()
-    return docker_runtime(find_pair(options.image), not is_cpu, options.host_network)
+    return container_runtime(find_pair(options.image), not is_cpu, options.host_network, name=name)
 
 
 def _export_wandb_key() -> None:
@@ -90,12 +93,44 @@ def _export_wandb_key() -> None:
         os.environ["WANDB_API_KEY"] = key
 
 
-def docker_runtime(pair: ImagePair, gpus: bool = True, host_network: bool = False) -> Runtime:
+def container_runtime(
+    pair: ImagePair,
+    gpus: bool = True,
+    host_network: bool = False,
+    name: RuntimeName = RuntimeName.DOCKER,
+) -> Runtime:
     """Return the runtime of a container of a pair's image, with this machine's GPUs unless `gpus` is False."""
-    # The engine may be missing: a dry run needs none, and a real run is refused later.
-    user, names = container_user(check_engine()[1]), inherited_names()
-    container = Container(pair.name, user, (ROOT,), names, gpus, host_network)
-    return Runtime(RuntimeName.DOCKER, True, True, pair, container)
+    container = make_container(
+        name,
+        pair.name,
+        inherited=inherited_names(),
+        gpus=gpus,
+        host_network=host_network,
+    )
+    return Runtime(name, True, True, pair, container)
+
+
+def make_container(
+    name: RuntimeName,
+    image: str,
+    inherited: tuple[str, ...],
+    gpus: bool = False,
+    host_network: bool = False,
+) -> Container:
+    """Return a container that a runtime's program starts as the caller, with the kit's folder.
+
+    The program or its engine may be missing: a dry run needs none, and a real run is refused by `Container.check`.
+    """
+    mounts, user = (ROOT,), container_user()
+    if name is RuntimeName.APPTAINER:
+        # Apptainer shares this machine's network with its containers.
+        return ApptainerContainer(image, user, mounts, inherited, gpus, host_network=True)
+    if name is RuntimeName.PODMAN:
+        engine = check_podman_engine()[1]
+        rootless = engine is not None and engine.rootless
+        return PodmanContainer(image, user, mounts, inherited, gpus, host_network, rootless)
+    user = container_user(check_engine()[1])
+    return Container(image, user, mounts, inherited, gpus, host_network)
 
 
 def default_runtime() -> RuntimeName:
@@ -162,18 +197,18 @@ def run_module(module_arguments: Sequence[str], options: Options, text: str = ""
     Raises:
         LaunchError: The container or the program cannot be started, or a dry run finds no input.
     """
-    in_docker = not image_tag() and (options.runtime or default_runtime()) is RuntimeName.DOCKER
-    command = (
-        docker_command(module_arguments, options)
-        if in_docker
-        else (sys.executable, "-m", *module_arguments)
-    )
+    name = options.runtime or default_runtime()
+    container = None
+    command: tuple[str, ...] = (sys.executable, "-m", *module_arguments)
+    if not image_tag() and name is not RuntimeName.HOST:
+        container = module_container(module_arguments, options, name)
+        command = container.wrap((IMAGE_PYTHON, "-m", *module_arguments), ())
     if options.dry_run:
         print(shlex.join(command))
         _check_input(text)
-    if in_docker:
-        pair = find_pair(options.image)
-        if problems := refusal_sentences(check_container(pair.name, pair.ngc_tag, gpus=False)):
+    if container is not None:
+        problems = refusal_sentences(container.check(find_pair(options.image).ngc_tag))
+        if problems:
             raise LaunchError(problems[0])
     if options.dry_run:
         return 0
@@ -197,8 +232,10 @@ def _check_input(text: str) -> None:
         raise LaunchError(str(error)) from None
 
 
-def docker_command(arguments: Sequence[str], options: Options) -> tuple[str, ...]:
-    """Return the command that runs a module in a container without GPUs.
+def module_container(
+    arguments: Sequence[str], options: Options, name: RuntimeName = RuntimeName.DOCKER
+) -> Container:
+    """Return a container without GPUs for a module with these arguments.
 
     Folders that the arguments name are mounted, and so is the user's cache of the hub. A default cache that
     holds a data set of the arguments is named by HF_HUB_CACHE, because the container has another home.
@@ -208,11 +245,10 @@ def docker_command(arguments: Sequence[str], options: Options) -> tuple[str, ...
     for argument in arguments:
         if cache := find_default_hub_cache(argument.removeprefix(HUB_PREFIX)):
             os.environ["HF_HUB_CACHE"] = str(cache)
-    user, names = container_user(check_engine()[1]), inherited_names(*HUB_VARIABLES, *HUB_CACHES)
+    names = inherited_names(*HUB_VARIABLES, *HUB_CACHES)
     caches = [Path(os.environ[variable]) for variable in HUB_CACHES if os.environ.get(variable)]
-    container = Container(find_pair(options.image).name, user, inherited=names, gpus=False)
-    mounted = container.mounting(*find_named_folders(arguments), *filter(Path.is_dir, caches))
-    return mounted.wrap((IMAGE_PYTHON, "-m", *arguments), ())
+    container = make_container(name, find_pair(options.image).name, inherited=names)
+    return container.mounting(*find_named_folders(arguments), *filter(Path.is_dir, caches))
 
 
 def find_named_folders(arguments: Sequence[str]) -> Iterator[Path]:

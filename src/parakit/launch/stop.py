@@ -58,10 +58,11 @@ def stop_run(run: str | Path, console: Console) -> int:
             launcher.terminate()
         _wait_for_end(run, launcher, seconds)
     elif container := read_container_id(run / CONTAINER_FILE):
-        if not remove_container(run / CONTAINER_FILE):  # Its launcher had lost Docker's engine.
+        engine = records.read_run(run).runtime
+        if not remove_container(run / CONTAINER_FILE, engine):  # Its launcher had lost the engine.
             raise LaunchError(
-                f"The container of {relative_to_root(run)} may still run, and Docker's engine does not "
-                f"answer; start it, then repeat this, or use 'docker rm --force {container[:12]}'."
+                f"The container of {relative_to_root(run)} may still run, and {engine.capitalize()}'s engine does "
+                f"not answer; start it, then repeat this, or use '{engine} rm --force {container[:12]}'."
             )
     else:
         status = read_recorded_status(run)

@@ -149,7 +149,7 @@ def test_podman_is_recognised_even_if_it_is_called_docker(docker: FakeDocker) ->
     docker.answer("info", err="Error: template: info:1:19: can't evaluate field Runtimes", code=125)
     docker.answer("version", "Client:       Podman Engine\nVersion:      4.3.1\n")
     refusal = check_engine()[0].refusal
-    assert re.fullmatch(r"'docker' is Podman here, .* RUNTIME=host\.", refusal)
+    assert re.fullmatch(r"'docker' is Podman here; set RUNTIME=podman, .* RUNTIME=host\.", refusal)
 
 
 @pytest.mark.parametrize(

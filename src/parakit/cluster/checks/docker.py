@@ -18,11 +18,11 @@ ENGINE_FORMAT = '{"runtimes":{{json .Runtimes}},"is":{{json .SecurityOptions}}}'
 """The template by which `docker info` prints its runtimes and security options as JSON."""
 
 
-class DockerEngine(NamedTuple):
-    """Properties that Docker's engine reports of itself."""
+class ContainerEngine(NamedTuple):
+    """Properties that Docker or Podman reports of itself."""
 
     gives_gpus: bool
-    """True if `docker run --gpus all` gives GPUs to containers."""
+    """True if containers can get this machine's NVIDIA GPUs."""
     rootless: bool
     """True if the engine runs without root, and maps the root of a container to the caller."""
 
@@ -52,10 +52,10 @@ def check_container(image: str = "", tag: str = "", gpus: bool = True) -> "list[
         )
         finding = "Docker has no NVIDIA runtime, hook or CDI specification"
         return [result, pass_or_warn("NVIDIA runtime", finding, fix)]
-    return [result, _check_image(image, tag)]
+    return [result, check_image(image, tag)]
 
 
-def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
+def check_engine() -> "tuple[CheckResult, ContainerEngine | None]":
     """Check whether Docker's client is installed and its engine answers.
 
     Returns:
@@ -76,12 +76,12 @@ def check_engine() -> "tuple[CheckResult, DockerEngine | None]":
         fix = "start it, see that you may use it (group 'docker'), or set RUNTIME=host"
         # In `docker --version`, Podman calls itself docker if its program is named so; in `docker version` it does not.
         if "Podman" in run_program(["docker", "version"]).out:
-            finding = "'docker' is Podman here, which the kit does not know"
-            fix = "put Docker Engine's client before it on PATH, or set RUNTIME=host"
+            finding = "'docker' is Podman here"
+            fix = "set RUNTIME=podman, put Docker Engine's client before it on PATH, or set RUNTIME=host"
         return pass_or_warn("Docker", finding, fix), None
     rootless = any("name=rootless" in option for option in described.get("is") or ())
     gives_gpus = "nvidia" in described["runtimes"] or _has_nvidia_hook()
-    engine = DockerEngine(gives_gpus, rootless)
+    engine = ContainerEngine(gives_gpus, rootless)
     return pass_or_warn("Docker", "its engine answers"), engine
 
 
@@ -90,8 +90,11 @@ def _has_nvidia_hook() -> bool:
 
     Docker 19.03 and later then use the toolkit's hook on PATH, or a CDI specification of the GPUs.
     """
-    if shutil.which(NVIDIA_HOOK):
-        return True
+    return bool(shutil.which(NVIDIA_HOOK)) or has_cdi_specification()
+
+
+def has_cdi_specification() -> bool:
+    """Return True if a CDI specification describes NVIDIA GPUs on this machine."""
     return any(
         any(Path(folder).glob(pattern))
         for folder in CDI_FOLDERS
@@ -99,23 +102,26 @@ def _has_nvidia_hook() -> bool:
     )
 
 
-def image_id(image: str) -> "str | None":
-    """Return the id of an image on this machine; None if the image does not exist here."""
-    output = run_program(["docker", "image", "inspect", "--format", "{{.Id}}", image])
+def image_id(image: str, program: str = "docker") -> "str | None":
+    """Return the id of an image on this machine; None if `program`, docker or podman, does not have the image."""
+    output = run_program([program, "image", "inspect", "--format", "{{.Id}}", image])
     if not output.succeeded:
         return None
     return output.out or None
 
 
-def _check_image(image: str, tag: str) -> CheckResult:
-    """Check whether an image is built. An empty name checks whether any image of the kit is built."""
+def check_image(image: str, tag: str, program: str = "docker") -> CheckResult:
+    """Check whether docker or podman has an image. An empty name checks whether it has any image of the kit."""
+    runtime = "" if program == "docker" else f" RUNTIME={program}"
     if image:
-        if image_id(image):
+        if image_id(image, program):
             return pass_or_warn("Image", image)
-        fix = f"run 'make image IMAGE={tag}', or set RUNTIME=host"
+        fix = f"run 'make image IMAGE={tag}{runtime}', or set RUNTIME=host"
         return pass_or_warn("Image", f"Image {image} is not built", fix)
-    images = run_program(["docker", "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]).out
-    built = [name for name in images.splitlines() if name.startswith(REPOSITORY + ":")]
+    output = run_program([program, "image", "ls", "--format", "{{.Repository}}:{{.Tag}}"]).out
+    # Podman names the host of an image that was built here, localhost.
+    names = [name.rpartition("/")[2] for name in output.splitlines()]
+    built = [name for name in names if name.startswith(REPOSITORY + ":")]
     if not built:
-        return pass_or_warn("Image", "not built", "run 'make image', or set RUNTIME=host")
+        return pass_or_warn("Image", "not built", f"run 'make image{runtime}', or set RUNTIME=host")
     return pass_or_warn("Image", ", ".join(built))

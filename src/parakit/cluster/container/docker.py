@@ -1,6 +1,7 @@
-"""Wrap a command in `docker run`, and ask Docker how a container ended.
+"""Wrap a command in `docker run` or `podman run`, and ask the engine how a container ended.
 
-`checks/docker.py` checks whether this machine has what a container needs.
+`checks/docker.py` and `checks/podman.py` check whether this machine has what a container needs. Podman takes Docker's
+options but for the few that `PodmanContainer` states.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any, ClassVar
 
 from parakit.artifacts.io import write_record
-from parakit.cluster.checks.docker import DockerEngine
-from parakit.cluster.checks.result import run_program
+from parakit.cluster.checks.docker import ContainerEngine, check_container, image_id
+from parakit.cluster.checks.podman import check_podman_container
+from parakit.cluster.checks.result import CheckResult, run_program
 from parakit.config import variables
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.flags import format_flags
@@ -59,6 +62,9 @@ Compiled kernels are loaded from /tmp, which is the container's home. It is a tm
 FOR_NCCL = ("--ipc=host", "--ulimit", "memlock=-1", "--ulimit", "stack=67108864")
 """Options for NCCL, which moves data between ranks through shared memory and pins pages of it."""
 
+FOR_NCCL_ROOTLESS = ("--ipc=host", "--ulimit", "host")
+"""The same for a rootless Podman, which cannot raise a limit: containers get the caller's limits."""
+
 
 INFINIBAND = Path("/dev/infiniband")
 """Devices of InfiniBand and RoCE, without which NCCL falls back to TCP in silence."""
@@ -76,7 +82,15 @@ It exists as long as the container does; later only if the container could not b
 
 @dataclass(frozen=True)
 class Container:
-    """The options of a `docker run`, without the command."""
+    """The options of a `docker run`, without the command.
+
+    Subclasses are containers of other programs, and override what differs there.
+    """
+
+    program: ClassVar[str] = "docker"
+    """The program that starts containers."""
+    has_engine: ClassVar[bool] = True
+    """True if a container outlives the program that started it, and is ended through its id."""
 
     image: str
     user: str
@@ -105,7 +119,7 @@ class Container:
             "--user": self.user,
             "--workdir": ROOT,
             **CONFINED,
-            "--gpus": "all" if self.gpus else None,
+            **self.engine_options(),
             "--network": "host" if self.host_network else None,
             "--device": INFINIBAND if self.gpus and INFINIBAND.is_dir() else None,
         }
@@ -114,7 +128,33 @@ class Container:
         environment = [("--env", name) for name in names]
         environment.append(("--env", f"PYTHONPATH={PYTHON_PATH}"))
         repeated = chain.from_iterable(mounts + environment)
-        return ("docker", "run", *format_flags(options), *FOR_NCCL, *repeated, self.image, *command)
+        options_for_nccl = self.options_for_nccl()
+        flags = (*format_flags(options), *options_for_nccl, *repeated)
+        return (self.program, "run", *flags, self.image, *command)
+
+    def engine_options(self) -> dict[str, str | bool | None]:
+        """Return the options by which containers of this engine get GPUs and belong to the caller."""
+        return {"--gpus": "all" if self.gpus else None}
+
+    def options_for_nccl(self) -> tuple[str, ...]:
+        """Return the options for shared memory, and for the limits of memory that is locked and of stacks."""
+        return FOR_NCCL
+
+    def without_options(self) -> Container:
+        """Return a container of the same image and user that gets neither GPUs nor folders besides the kit's."""
+        return replace(self, mounts=(ROOT,), inherited=(), gpus=False, host_network=False)
+
+    def check(self, tag: str) -> list[CheckResult]:
+        """Check whether this machine can start the container, and whether its image is built.
+
+        Args:
+            tag: The image's NGC tag, which the fix of a missing image names.
+        """
+        return check_container(self.image, tag, self.gpus)
+
+    def image_id(self) -> str | None:
+        """Return the id of the container's image; None if the image is not here."""
+        return image_id(self.image, self.program)
 
     def mounting(self, *folders: Path) -> Container:
         """Return the container with mounts of further folders; a folder inside of a mount gets none."""
@@ -123,6 +163,35 @@ class Container:
             if not any(folder.is_relative_to(mount) for mount in mounts):
                 mounts.append(folder)
         return replace(self, mounts=tuple(mounts))
+
+
+@dataclass(frozen=True)
+class PodmanContainer(Container):
+    """The options of a `podman run`, without the command.
+
+    GPUs are named by their CDI specification. SELinux gets no label, with which it would refuse the mounted folders
+    and the GPUs. A rootless Podman maps the caller to the same number in the container, so that files belong to the
+    caller.
+    """
+
+    program: ClassVar[str] = "podman"
+    rootless: bool = False
+
+    def engine_options(self) -> dict[str, str | bool | None]:
+        """Return the options by which Podman's containers get GPUs and belong to the caller."""
+        return {
+            "--security-opt=label=disable": True,
+            "--userns": "keep-id" if self.rootless else None,
+            "--device=nvidia.com/gpu=all": self.gpus,
+        }
+
+    def options_for_nccl(self) -> tuple[str, ...]:
+        """Return the options of shared memory and limits that Podman may set."""
+        return FOR_NCCL_ROOTLESS if self.rootless else FOR_NCCL
+
+    def check(self, tag: str) -> list[CheckResult]:
+        """Check whether Podman can start the container, and whether its image is built."""
+        return check_podman_container(self.image, tag, self.gpus)
 
 
 def bind_mount(path: Path) -> str:
@@ -136,7 +205,7 @@ def bind_mount(path: Path) -> str:
     return line.getvalue().strip()
 
 
-def container_user(engine: DockerEngine | None = None) -> str:
+def container_user(engine: ContainerEngine | None = None) -> str:
     """Return the value of `--user` with which files that the container writes belong to the caller.
 
     A rootless engine maps the container's root to the caller, and other users to unprivileged ids.
@@ -185,6 +254,8 @@ class ContainerEnd:
 
     container: str
     """The container's id."""
+    program: str = "docker"
+    """The program of the container's engine, docker or podman."""
     engine_answers: bool = True
     runs: bool = False
     """True if the container still runs and only its client has ended."""
@@ -204,8 +275,9 @@ def read_image_versions(container: Container, cache: Path) -> dict[str, str]:
         return dict(json.loads(cache.read_text()))
     except (OSError, ValueError):
         pass
-    probe = Container(container.image, container.user, gpus=False)
-    command = probe.wrap((IMAGE_PYTHON, "-m", "parakit.cluster.container.versions"), ())
+    command = container.without_options().wrap(
+        (IMAGE_PYTHON, "-m", "parakit.cluster.container.versions"), ()
+    )
     output = run_program(list(command), PROBE_SECONDS).out
     # The image prints a banner before the line with the versions.
     last_line = output.rpartition("\n")[2]
@@ -226,38 +298,57 @@ def read_container_id(file: Path) -> str | None:
         return None
 
 
-def query_container_end(container: str, since: float) -> ContainerEnd:
-    """Ask Docker's engine how a container ended. For a removed container, the engine's events are read.
+def query_container_end(container: str, since: float, program: str = "docker") -> ContainerEnd:
+    """Ask the engine how a container ended. For a removed container, the engine's events are read.
 
     Args:
         container: The container's id.
         since: A time before the container began, in seconds of the epoch.
+        program: The engine's program, docker or podman.
     """
-    state = run_program(["docker", "inspect", "--format", "{{.State.Running}}", container])
+    state = run_program([program, "inspect", "--format", "{{.State.Running}}", container])
     if state.out == "true":
-        return ContainerEnd(container, runs=True)
+        return ContainerEnd(container, program, runs=True)
     interval = ["--since", f"{since:.0f}", "--until", f"{time.time() + 1:.0f}"]
     selection = ["--filter", f"container={container}", "--format", "{{json .}}"]
-    output = run_program(["docker", "events", *interval, *selection])
+    output = run_program([program, "events", *interval, *selection])
     if not output.succeeded:
-        return ContainerEnd(container, engine_answers=False)
+        return ContainerEnd(container, program, engine_answers=False)
     events = [json.loads(line) for line in output.out.splitlines()]
+    if program == "podman":
+        return _end_from_podman_events(container, events)
     kills = [event["Actor"]["Attributes"] for event in events if event["Action"] == "kill"]
     return ContainerEnd(
         container,
+        program,
         signals=tuple(int(attributes["signal"]) for attributes in kills),
         out_of_memory=any(event["Action"] == "oom" for event in events),
     )
 
 
-def remove_container(file: Path) -> bool:
+def _end_from_podman_events(container: str, events: Iterable[Mapping[str, Any]]) -> ContainerEnd:
+    """Return how a container ended by Podman's events.
+
+    Podman names no signals. A container that was killed has the signal in its exit code, which is 128 + n.
+    """
+    statuses = {event["Status"] for event in events}
+    codes = [int(event.get("ContainerExitCode") or 0) for event in events]
+    signals = tuple(code - 128 for code in codes if code > 128) if "kill" in statuses else ()
+    return ContainerEnd(container, "podman", signals=signals, out_of_memory="oom" in statuses)
+
+
+def remove_container(file: Path, program: str = "docker") -> bool:
     """Remove a container and the file with its id; return True if the container no longer exists.
 
     The file is kept if the container could not be removed.
+
+    Args:
+        file: The file with the container's id.
+        program: The engine's program, docker or podman.
     """
     container = read_container_id(file)
     if container is not None:
-        output = run_program(["docker", "rm", "--force", container])
+        output = run_program([program, "rm", "--force", container])
         # A client before 20.10 reports a missing container as an error. Because of --rm the engine may be
         # removing the container at this moment.
         harmless = ("No such container", "is already in progress")

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from parakit.cluster.checks.apptainer import sif_file
 from parakit.cluster.checks.docker import REPOSITORY, check_engine
+from parakit.cluster.checks.podman import check_podman_engine
 from parakit.cluster.container.docker import PROXIES
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
+from parakit.config.run import RuntimeName
 
 RECIPE = ROOT / "docker"
 VERSIONS = RECIPE / "versions.env"
@@ -117,8 +120,9 @@ def build_command(
     url: str | None = None,
     settings: Mapping[str, str] | None = None,
     base_image: str | None = None,
+    program: str = "docker",
 ) -> tuple[str, ...]:
-    """Return the `docker build` command of a pair.
+    """Return the `docker build` or `podman build` command of a pair.
 
     Data sets are not copied into the build, because `.dockerignore` excludes them.
 
@@ -127,6 +131,7 @@ def build_command(
         url: Where to clone Megatron-LM from; None for the Dockerfile's default.
         settings: Variables that are passed by name, so that their values do not show in the command.
         base_image: The base image without its tag, on a mirror registry; None for the Dockerfile's default.
+        program: docker or podman.
     """
     arguments = {
         "NGC_TAG": pair.ngc_tag,
@@ -143,7 +148,7 @@ def build_command(
     build_arguments = [f"--build-arg={name}={value}" for name, value in arguments.items()]
     build_arguments += [f"--build-arg={name}" for name in settings or ()]
     recipe = ("--file", str(DOCKERFILE), str(ROOT))
-    return ("docker", "build", *build_arguments, "--tag", pair.name, *recipe)
+    return (program, "build", *build_arguments, "--tag", pair.name, *recipe)
 
 
 def _pip_settings() -> dict[str, str]:
@@ -153,16 +158,23 @@ def _pip_settings() -> dict[str, str]:
     return dict(json.loads(completed.stdout))
 
 
-def build_image(image: str | None, dry_run: bool = False, base_image: str | None = None) -> int:
-    """Build the image of a pair and return 0.
+def build_image(
+    image: str | None,
+    dry_run: bool = False,
+    base_image: str | None = None,
+    runtime: RuntimeName | None = None,
+) -> int:
+    """Build the image of a pair with Docker or Podman and return 0.
 
     Args:
         image: IMAGE=, the NGC tag of the pair; None for the first pair.
         dry_run: True prints the command and builds nothing.
         base_image: BASE_IMAGE=, the base image on a mirror registry; None for NVIDIA's.
+        runtime: RUNTIME=, the program that builds the image; None for Docker.
 
     Raises:
-        LaunchError: Docker is missing or does not answer, BASE_IMAGE= has a tag, or the build failed.
+        LaunchError: The program is missing, does not answer or builds no images, BASE_IMAGE= has a tag, or the
+            build failed.
     """
     pair = find_pair(image)
     if base_image and (":" in base_image.rpartition("/")[2] or "@" in base_image):
@@ -170,12 +182,19 @@ def build_image(image: str | None, dry_run: bool = False, base_image: str | None
             f"BASE_IMAGE={base_image} has a tag or a digest, which the pair of IMAGE= states; name the image "
             "alone, such as mirror.example/nvidia/pytorch."
         )
+    program = runtime or RuntimeName.DOCKER
+    if program in (RuntimeName.APPTAINER, RuntimeName.HOST):
+        file = sif_file(pair.name)
+        raise LaunchError(
+            f"RUNTIME={program} builds no image from a Dockerfile; use 'make image IMAGE={pair.ngc_tag}' where Docker "
+            f"is, or RUNTIME=podman, and for Apptainer then 'apptainer build {file} docker-daemon:{pair.name}'."
+        )
     settings = build_settings(os.environ, _pip_settings())
     url = os.environ.get("MEGATRON_URL")
-    command = build_command(pair, url, settings, base_image=base_image)
+    command = build_command(pair, url, settings, base_image=base_image, program=program.value)
     if dry_run:
         print(shlex.join(command))
-    result, engine = check_engine()
+    result, engine = check_podman_engine() if program is RuntimeName.PODMAN else check_engine()
     if engine is None:
         raise LaunchError(result.refusal)
     if dry_run:
@@ -185,7 +204,7 @@ def build_image(image: str | None, dry_run: bool = False, base_image: str | None
     status = subprocess.run(command, env=environment, check=False).returncode
     if status != 0:
         raise LaunchError(
-            f"{pair.name} was not built (docker build ended with {status}); its last lines above say "
+            f"{pair.name} was not built ({program} build ended with {status}); its last lines above say "
             "why. 'make image' resumes from the layers that were built."
         )
     print(f"Built {pair.name}.")

@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from parakit.cluster.checks import devices, docker, host, network
+from parakit.cluster.checks import apptainer, devices, docker, host, network, podman
 from parakit.cluster.checks.result import FAIL, PASS, WARN, CheckResult
 
 CHECKS: "tuple[Callable[[], CheckResult | list[CheckResult]], ...]" = (
@@ -17,6 +17,8 @@ CHECKS: "tuple[Callable[[], CheckResult | list[CheckResult]], ...]" = (
     host.check_packages,
     host.check_programs,
     docker.check_docker,
+    podman.check_podman,
+    apptainer.check_apptainer,
     devices.check_devices,
     host.check_shared_memory,
     host.check_limits,

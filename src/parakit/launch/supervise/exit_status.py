@@ -197,7 +197,7 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
         exit_code: The supervisor's exit code.
 
     Raises:
-        EndedRunError: Docker's engine or its client was lost, or somebody had the engine end the container.
+        EndedRunError: The engine or its client was lost, or somebody had the engine end the container.
     """
     # A negative code is a killed supervisor's, and Docker's client is gone because of that.
     end = ranks.read_container_end() if exit_code > 0 else None
@@ -208,14 +208,16 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
         return
     after, ranks_are_visible = _after_last_iteration(folder), bool(ranks.find_by_rank())
     ranks.stop()
-    status = Status.CRASHED
+    status, engine = Status.CRASHED, end.program.capitalize()
     if not end.engine_answers:
-        removal = f"its ranks may train on, and 'docker rm --force {end.container[:12]}' ends them"
+        removal = (
+            f"its ranks may train on, and '{end.program} rm --force {end.container[:12]}' ends them"
+        )
         consequence = "its ranks were ended" if ranks_are_visible else removal
-        reason = f"Docker's engine was lost{after}; {consequence}."
+        reason = f"{engine}'s engine was lost{after}; {consequence}."
     elif end.runs:
         cause = signal.Signals(exit_code - 128).name if exit_code > 128 else f"code {exit_code}"
-        reason = f"Docker's client ended by {cause}{after}; its container was ended."
+        reason = f"{engine}'s client ended by {cause}{after}; its container was ended."
     elif end.out_of_memory:
         status = Status.OUT_OF_MEMORY
         reason = f"The container was killed by the kernel, which had no more memory for it{after}."
@@ -223,7 +225,7 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
         cause = signal.Signals(end.signals[-1]).name
         was_stopped = signal.SIGKILL not in end.signals or signal.SIGTERM in end.signals
         status = Status.INTERRUPTED if was_stopped else status
-        reason = f"The container was ended by {cause} through Docker's engine{after}."
+        reason = f"The container was ended by {cause} through {engine}'s engine{after}."
     else:
         return
     raise EndedRunError(reason, status)

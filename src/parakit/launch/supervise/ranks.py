@@ -43,22 +43,31 @@ class RankProcesses:
         command: Sequence[str],
         environment: Mapping[str, str],
         log: Path,
-        in_container: bool = False,
+        engine: str | None = None,
         warm: WarmMegatron | None = None,
     ) -> None:
-        """Start the processes; with `in_container`, `command` is a `docker run`.
+        """Start the processes.
+
+        Args:
+            command: torchrun's command, or the `docker run` or `podman run` that contains it.
+            environment: Variables besides those of this process.
+            log: The file to which all output is appended.
+            engine: docker or podman if `command` starts a container; None if all processes are descendants of it.
+            warm: The process that forks the ranks, if they are not started by `command`.
 
         Raises:
             LaunchError: The container of an earlier attempt cannot be removed.
         """
-        self._container = log.with_name(CONTAINER_FILE) if in_container else None
+        self._engine = engine or ""
+        self._container = log.with_name(CONTAINER_FILE) if engine else None
         if self._container is not None:
             earlier = read_container_id(self._container)
-            if earlier is not None and not remove_container(self._container):
+            if earlier is not None and not remove_container(self._container, self._engine):
+                name = self._engine.capitalize()
                 raise LaunchError(
                     f"The container of an earlier attempt in {relative_to_root(log.parent)} may still train, "
-                    "and Docker does not remove it; start Docker's engine, or end the container with "
-                    f"'docker rm --force {earlier[:12]}'."
+                    f"and {name} does not remove it; start {name}'s engine, or end the container with "
+                    f"'{engine} rm --force {earlier[:12]}'."
                 )
             command = add_container_id_file(command, self._container.absolute())
         self._began = time.time()
@@ -140,12 +149,14 @@ class RankProcesses:
         end_processes(self._find_all)
         self._supervisor.wait()
         if self._container is not None:
-            remove_container(self._container)
+            remove_container(self._container, self._engine)
 
     def read_container_end(self) -> ContainerEnd | None:
-        """Return what Docker's engine reports of the container after its client has ended; None without a container."""
+        """Return what the engine reports of the container after its client has ended; None without a container."""
         container = read_container_id(self._container) if self._container else None
-        return query_container_end(container, self._began) if container else None
+        if container is None:
+            return None
+        return query_container_end(container, self._began, self._engine)
 
     def _find_all(self) -> list[psutil.Process]:
         """Return every process that was started for this run, including orphans."""

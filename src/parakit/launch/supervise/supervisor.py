@@ -59,7 +59,7 @@ def main(folder: Path, command: Sequence[str]) -> int:
             write_final_status,
         )
 
-        remove_container(folder / CONTAINER_FILE)
+        remove_container(folder / CONTAINER_FILE, command[0])
         write_final_status(folder, make_killed_launcher_status(folder), time.monotonic() - started)
     return 128 - code if code < 0 else code
 
