@@ -4,18 +4,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from parakit.artifacts.run import Status, read_run
 from parakit.config.errors import LaunchError
 from parakit.config.flags import Flags, values_by_flag
 from parakit.config.run import Backend
 from parakit.data import open_dataset
 from parakit.launch import data
 from parakit.launch.compose import Launch
+from parakit.launch.execute import execute_launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.preflight import check_launch
 from parakit.launch.run_folder import _identify_dataset
 from parakit.launch.train import compose_job, describe_chosen_split
+from parakit.logs.runs import load_folder
 from tests.small import SMALL, write_documents
 
 
@@ -114,3 +118,33 @@ def test_the_kits_own_samples_of_a_blend_are_made(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(data, "_is_complete", lambda prefix: asked.append(prefix) or True)
     assert not data.make_sample(f"1 {data.SAMPLE} 2 {data.UNIQUE_SAMPLE}", None)  # type: ignore[arg-type]
     assert asked == [data.SAMPLE, data.UNIQUE_SAMPLE]
+
+
+@pytest.mark.ranks
+def test_a_blend_is_trained_and_each_part_is_hashed_in_run_json(
+    tmp_path: Path, parts: tuple[str, str]
+) -> None:
+    blend = f"0.3 {parts[0]} 0.7 {parts[1]}"
+    losses = []
+    for data_text in (blend, parts[0]):
+        launch = composed(
+            tmp_path,
+            data=data_text,
+            iterations=3,
+            global_batch_size=8,
+            shared_start=True,
+            ledger=False,
+        )
+        folder, status = execute_launch(launch, tmp_path / "runs", Console(quiet=True), "dp2")
+        assert status.status is Status.OK, status.reason
+        iterations = load_folder(folder).log.iterations
+        losses.append([iteration.lm_loss for iteration in iterations])
+        record = read_run(folder)
+        if data_text == blend:
+            assert record.dataset is not None
+            assert record.dataset.parts is not None
+            hashes = [open_dataset(Path(part)).content_sha256 for part in parts]
+            assert [part.sha256 for part in record.dataset.parts] == hashes
+            assert [part.weight for part in record.dataset.parts] == ["0.3", "0.7"]
+    assert len(losses[0]) == 3
+    assert losses[0] != losses[1], "Megatron drew samples of the second part, too"
