@@ -19,7 +19,7 @@ from packaging.version import Version
 from megatron_patches.fusions import parse_fusions
 from parakit.config import variables
 
-OLDEST_KNOWN = Version("0.15.0rc0")
+OLDEST_KNOWN = Version("0.14.0")
 NEWEST_KNOWN = Version("0.19")
 """Newest minor release that was tested. All minor releases from `OLDEST_KNOWN` to this one trained with
 equal losses; each patch says which of them have its targets (`registry.Replacement`)."""

@@ -32,12 +32,12 @@ def _list_sums() -> Iterator[torch.Tensor]:
 
 def _list_entries_of_routers() -> list[Any]:
     """Return an entry for each loss that routers have reported so far."""
-    # From 0.19 on Megatron has a tracker for these losses; before, a dictionary in parallel_state.
+    # From 0.19 on Megatron has a tracker for these losses; before, a dictionary in moe_utils.
     with suppress(ImportError):
         logging = import_module("megatron.core.transformer.moe.moe_logging")
         return list(logging.get_moe_metrics_tracker().metrics.values())
-    groups = import_module("megatron.core.parallel_state")
-    return list(groups.get_moe_layer_wise_logging_tracker().values())
+    experts = import_module("megatron.core.transformer.moe.moe_utils")
+    return list(experts.get_moe_layer_wise_logging_tracker().values())
 
 
 def _list_entries_of_mtp() -> list[Any]:

@@ -14,7 +14,6 @@ from typing import Any
 
 from packaging.version import Version
 
-from megatron_patches.context import OLDEST_KNOWN
 from megatron_patches.registry import Replacement, cpu_patch, wrap_original
 
 _local_queue: queue.Queue[Any] = queue.Queue()
@@ -29,17 +28,18 @@ def _use_local_queue(original: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 _MODULE = "megatron.core.dist_checkpointing.strategies.filesystem_async"
+_FIRST_IN_RANK = Version("0.15.0rc0")
+"""First Megatron version that can write in the rank itself; before, it always writes in another process."""
 _FIRST_PUBLIC = Version("0.17.0rc0")
 """First Megatron version in which the function has no leading underscore."""
 
 PATCH = cpu_patch(
     "results_queue",
     "a writer's report is kept by a process that imports torch for it",
-    # Megatron before 0.15 always writes in another process.
     Replacement(
         f"{_MODULE}:_get_write_results_queue",
         _use_local_queue,
-        since=OLDEST_KNOWN,
+        since=_FIRST_IN_RANK,
         before=_FIRST_PUBLIC,
     ),
     Replacement(f"{_MODULE}:get_write_results_queue", _use_local_queue, since=_FIRST_PUBLIC),

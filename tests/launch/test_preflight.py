@@ -185,7 +185,7 @@ def test_an_untried_megatron_is_refused_by_its_version_unless_the_user_insists(
     message = refusal(composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder), tmp_path / "runs")
     assert message == (
         f"Megatron 0.99.0 of MEGATRON_LM={folder} has not been tried with this kit, which knows "
-        "0.15.0 to 0.19, and main at d98e8a64; name a checkout of one of those with MEGATRON_LM=, "
+        "0.14.0 to 0.19, and main at d98e8a64; name a checkout of one of those with MEGATRON_LM=, "
         "or set ALLOW_UNKNOWN_MEGATRON=1 to train with it."
     )
     launch = composed("train-tp2-gpt2-tiny-2cpu", megatron_lm=folder, allow_unknown_megatron=True)

@@ -84,7 +84,7 @@ def test_a_target_is_expected_only_in_the_versions_that_have_it(module: ModuleTy
     assert module.answer() == 1
 
 
-@pytest.mark.parametrize("version", ["0.14.0", "0.20.0", "1.0"])
+@pytest.mark.parametrize("version", ["0.13.1", "0.20.0", "1.0"])
 def test_unknown_megatron_is_refused_before_any_replacement(
     module: ModuleType, version: str
 ) -> None:
@@ -96,7 +96,7 @@ def test_unknown_megatron_is_refused_before_any_replacement(
     assert apply_patches([patch(Replacement("patched_here:answer", twice))], wanted) == ("test",)
 
 
-@pytest.mark.parametrize("version", ["0.15.0rc2", "0.16.1", "0.19.5"])
+@pytest.mark.parametrize("version", ["0.14.0", "0.15.0rc2", "0.16.1", "0.19.5"])
 def test_releases_since_the_published_commit_are_known(module: ModuleType, version: str) -> None:
     known = RuntimeContext("cpu", Version(version), has_transformer_engine=False)
     assert apply_patches([patch(Replacement("patched_here:answer", twice))], known) == ("test",)

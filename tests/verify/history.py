@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from importlib.metadata import distribution
 from pathlib import Path
 
+from packaging.version import Version
 from rich.console import Console
 
-from megatron_patches.context import OLDEST_KNOWN, checkout_version
+from megatron_patches.context import checkout_version
 from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
@@ -36,6 +37,7 @@ DATASETS = "megatron/core/datasets"
 WRITER = Path("megatron/core/dist_checkpointing/strategies/filesystem_async.py")
 BLOCK = Path("megatron/core/transformer/transformer_block.py")
 LANGUAGE = Path("megatron/core/models/common/language_module/language_module.py")
+FIRST_WITH_TODAYS_TORCH = Version("0.15.0rc0")
 HEAD = "| fix | what was wrong | before | after |\n|---|---|---|---|"
 
 
@@ -154,11 +156,11 @@ def _version(
 
 
 def _fit(checkout: Path) -> None:
-    """Let a Megatron older than those the kit knows run with today's torch, and without its engine.
+    """Let a Megatron before 0.15 run with today's torch, and without its engine.
 
     None of it is what a fix changes.
     """
-    if checkout_version(checkout) >= OLDEST_KNOWN:
+    if checkout_version(checkout) >= FIRST_WITH_TODAYS_TORCH:
         return
     if "serialization_format" not in (checkout / WRITER).read_text():
         _append(

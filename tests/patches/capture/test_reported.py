@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 
@@ -22,3 +24,19 @@ def test_losses_of_repeated_passes_are_not_reported() -> None:
     finally:
         tracker.metrics.clear()
         MTPLossLoggingHelper.tracker.clear()
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
+def test_losses_of_repeated_passes_are_not_reported_by_a_megatron_before_0_19(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from megatron.core.transformer.moe import moe_utils
+
+    reported = {"load_balancing_loss": {"values": torch.tensor([2.0]), "reduce_group": None}}
+    monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.moe_logging", None)
+    monkeypatch.setattr(
+        moe_utils, "get_moe_layer_wise_logging_tracker", lambda: reported, raising=False
+    )
+    with preserve_reported_losses():
+        reported["load_balancing_loss"]["values"] += 2.5
+    assert reported["load_balancing_loss"]["values"].tolist() == [2.0]

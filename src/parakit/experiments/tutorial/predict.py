@@ -187,8 +187,8 @@ def summarise_errors(predictions: Sequence[PredictedRow]) -> str:
     caught = [item.row.id for item in lost if item.verdict is Fit.DOES_NOT_FIT]
     missed = [item.row.id for item in lost if item.verdict is not Fit.DOES_NOT_FIT]
     sentences = [
-        f"Median error of the time {100 * median(times):.0f}%, of the memory {100 * median(memory):.0f}%; "
-        "an error above 0 means predicted too slow, or too much."
+        f"Median error of the time {100 * median(times):.0f}%, of the memory {100 * median(memory):.0f}%. "
+        "A positive error means that the predicted time is too long, or the predicted memory too large."
     ]
     if caught:
         sentences.append(f"Predicted not to fit, as published: {joined(caught)}.")
