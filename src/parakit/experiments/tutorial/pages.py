@@ -125,8 +125,8 @@ make experiment NAME=tutorial-pp GPU=h100   # a chapter predicted, without a GPU
 make reproduce NAME=tutorial CHAPTER=pp DEVICES=8cpu
 ```
 
-The last command trains a chapter in small on CPU ranks. `MEGATRON_LM=<a checkout of core_r0.14.0>` runs it with the tutorial's
-Megatron: runs 122, 212, 302, 283, 424, 446 and 504 were trained in small with commit 32ad5c89 (0.14.1).
+The last command trains a chapter in small on CPU ranks. `MEGATRON_LM=<a checkout of core_r0.14.0>` runs it with the
+tutorial's Megatron: runs 122, 212, 302, 283, 424, 446 and 504 were trained in small with commit 32ad5c89 (0.14.1).
 
 {chapters}
 
