@@ -139,13 +139,17 @@ def _list_exact_flags(config: _Config) -> dict[str, object]:
     costs.
     """
     flags = _list_rotary_flags(config) | _list_router_flags(config)
-    if config.values["model_type"] == "smollm3":
-        layers, interval = config.whole("num_hidden_layers"), config.maybe("no_rope_layer_interval")
-        rotates = config.values.get("no_rope_layers") or [
-            (layer + 1) % (interval or 4) != 0 for layer in range(layers)
-        ]
-        skips = ",".join("0" if is_rotated else "1" for is_rotated in rotates)
-        flags[_NO_ROTARY] = f"[{skips}]"
+    if config.values["model_type"] != "smollm3":
+        return flags
+    layers = config.whole("num_hidden_layers")
+    interval = config.maybe("no_rope_layer_interval") or 4
+    rotates_by_layer = config.values.get("no_rope_layers")
+    if not rotates_by_layer:
+        # The last layer of each interval has no rotary embedding.
+        rotates_by_layer = [(layer + 1) % interval != 0 for layer in range(layers)]
+    # Megatron's list marks the layers without rotary embedding, and the config's list those with it.
+    marks = ["0" if rotates else "1" for rotates in rotates_by_layer]
+    flags[_NO_ROTARY] = f"[{','.join(marks)}]"
     return flags
 
 

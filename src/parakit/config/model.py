@@ -259,17 +259,18 @@ class ModelShape:
         dense layers. A model with one kind of layers gives one pair.
         """
         dense, linear = frozenset(self.dense_layers), frozenset(self.linear_layers)
-        if not (dense or linear):
+        if not dense and not linear:
             return ((self, range(self.layers)),)
         with_attention = frozenset(range(self.layers)) - linear
         plain = replace(self, linear_layers=()) if linear else self
-        kinds = (
-            (True, plain, with_attention - dense),
-            (dense, plain.without_experts, with_attention & dense),
-            (linear, plain.with_linear_attention, linear - dense),
-            (dense and linear, plain.without_experts.with_linear_attention, linear & dense),
-        )
-        return tuple((kind, layers) for is_there, kind, layers in kinds if is_there)
+        kinds: list[tuple[ModelShape, Collection[int]]] = [(plain, with_attention - dense)]
+        if dense:
+            kinds.append((plain.without_experts, with_attention & dense))
+        if linear:
+            kinds.append((plain.with_linear_attention, linear - dense))
+        if dense and linear:
+            kinds.append((plain.without_experts.with_linear_attention, linear & dense))
+        return tuple(kinds)
 
     @property
     def with_linear_attention(self) -> ModelShape:
@@ -507,8 +508,11 @@ def merge_training_flags(model: Model, in_half: bool = True) -> tuple[str, ...]:
 
     If `in_half` is False, the flags for fp16 and bf16 are left out too.
     """
-    flags = (*training_flags(model.family), *drop_flags(model.flags, WEIGHT_LOADING_FLAGS))
-    return flags if in_half else drop_flags(flags, HALF_PRECISION_FLAGS)
+    own_flags = drop_flags(model.flags, WEIGHT_LOADING_FLAGS)
+    flags = (*training_flags(model.family), *own_flags)
+    if in_half:
+        return flags
+    return drop_flags(flags, HALF_PRECISION_FLAGS)
 
 
 def apply_flags_to_model(

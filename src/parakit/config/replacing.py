@@ -56,10 +56,10 @@ def _names(kind: type) -> tuple[frozenset[str], frozenset[str]]:
     """
     if kind.__dictoffset__ == 0:
         return frozenset(), frozenset()
-    cached = {
-        name
-        for ancestor in kind.__mro__
-        for name, value in vars(ancestor).items()
-        if isinstance(value, cached_property)
-    }
-    return frozenset(field.name for field in dataclasses.fields(kind)), frozenset(cached)
+    cached: set[str] = set()
+    for ancestor in kind.__mro__:
+        for name, value in vars(ancestor).items():
+            if isinstance(value, cached_property):
+                cached.add(name)
+    fields = frozenset(field.name for field in dataclasses.fields(kind))
+    return fields, frozenset(cached)

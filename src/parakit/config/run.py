@@ -646,12 +646,17 @@ def flags_from_printed_arguments(arguments: Mapping[str, str]) -> tuple[str, ...
     flags: list[str] = []
     for name, value in arguments.items():
         if name == "add_bias_linear":
-            flags += ["--disable-bias-linear"] if value == "False" else []
-        elif name == "num_query_groups" and arguments.get("group_query_attention") != "True":
+            if value == "False":
+                flags.append("--disable-bias-linear")
             continue
-        elif value not in ("None", "False", ""):
-            flag = _FLAG_BY_ARGUMENT.get(name, "--" + name.replace("_", "-"))
-            flags += [flag] if value == "True" else [flag, value]
+        if name == "num_query_groups" and arguments.get("group_query_attention") != "True":
+            # Megatron prints a number of groups without grouped queries, too.
+            continue
+        if value in ("None", "False", ""):
+            continue
+        flags.append(_FLAG_BY_ARGUMENT.get(name, "--" + name.replace("_", "-")))
+        if value != "True":
+            flags.append(value)
     return tuple(flags)
 
 
@@ -728,9 +733,10 @@ def searched_flags(spec: RunSpec) -> tuple[str, ...]:
 
     These are recomputation, the algorithm of context parallelism, and the placement of layers on stages.
     """
-    differs = spec.parallelism.context > 1 and spec.cp_comm_type != "p2p"
     # CPU ranks gather keys and values whatever algorithm the flag names, so they need no flag.
-    needs_flag = differs and spec.device is DeviceKind.GPU
+    has_algorithm = spec.parallelism.context > 1 and spec.device is DeviceKind.GPU
+    # `p2p` is Megatron's default.
+    needs_flag = has_algorithm and spec.cp_comm_type != "p2p"
     context_flags = ("--cp-comm-type", spec.cp_comm_type) if needs_flag else ()
     return (*recompute_flags(spec.recompute), *context_flags, *spec.stages.flags)
 

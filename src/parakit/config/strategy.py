@@ -308,24 +308,38 @@ def strategy_name(parallelism: Parallelism) -> str:
     `parse_strategy` parses the name into the same parallelism, for the same number of devices.
     """
     if parallelism.schedule:
-        pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
-        if parallelism.schedule is PipelineSchedule.PIPEDREAM_2BW:
-            return f"pipedream{pipeline}bw"
-        return f"{parallelism.schedule}{pipeline}{f'x{virtual}' if virtual > 2 else ''}"
-    tensor = "sp" if parallelism.sequence_parallel else "tp"
-    stages, expert = parallelism.virtual_stages, parallelism.expert
+        return _name_scheduled_pipeline(parallelism.schedule, parallelism)
+    expert, virtual = parallelism.expert, parallelism.virtual_stages
     # If EP does not divide DP, the name leaves DP out: it follows from the number of devices.
     replicas = 1 if parallelism.data % expert else parallelism.data // expert
-    factors = (
-        (tensor, parallelism.tensor, ""),
-        ("cp", parallelism.context, ""),
-        ("vpp" if stages > 1 else "pp", parallelism.pipeline, f"x{stages}" if stages > 2 else ""),
-        ("ep", expert, ""),
-        ("dp", replicas, ""),
-    )
-    product = "".join(f"{name}{degree}{suffix}" for name, degree, suffix in factors if degree > 1)
-    etp = f"etp{parallelism.expert_tensor}" if parallelism.expert_tensor else ""
-    return "-".join(filter(None, (product or "baseline", etp, parallelism.sharding)))
+    product = ""
+    if parallelism.tensor > 1:
+        product += f"{'sp' if parallelism.sequence_parallel else 'tp'}{parallelism.tensor}"
+    if parallelism.context > 1:
+        product += f"cp{parallelism.context}"
+    if parallelism.pipeline > 1:
+        # `vpp2` means two virtual stages, so only other numbers are named.
+        suffix = f"x{virtual}" if virtual > 2 else ""
+        product += f"{'vpp' if virtual > 1 else 'pp'}{parallelism.pipeline}{suffix}"
+    if expert > 1:
+        product += f"ep{expert}"
+    if replicas > 1:
+        product += f"dp{replicas}"
+    name = product or "baseline"
+    if parallelism.expert_tensor:
+        name += f"-etp{parallelism.expert_tensor}"
+    if parallelism.sharding:
+        name += f"-{parallelism.sharding}"
+    return name
+
+
+def _name_scheduled_pipeline(schedule: PipelineSchedule, parallelism: Parallelism) -> str:
+    """Return the name of a pipeline with a schedule other than Megatron's, such as `gpipe2`."""
+    stages, virtual = parallelism.pipeline, parallelism.virtual_stages
+    if schedule is PipelineSchedule.PIPEDREAM_2BW:
+        return f"pipedream{stages}bw"
+    suffix = f"x{virtual}" if virtual > 2 else ""
+    return f"{schedule}{stages}{suffix}"
 
 
 def count_devices(text: str, otherwise: int = 1, expert_tensor: int = 0) -> int:
