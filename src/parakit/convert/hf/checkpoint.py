@@ -57,11 +57,16 @@ def write_checkpoint(
     with (target / _FILE).open("wb") as file:
         states: dict[str, StoredPart] = {}
         for pair, values in tensors:
-            is_stacked = pair.layer is not None
-            piece = values.unsqueeze(0) if is_stacked else values
-            full_shape = (layers, *values.shape) if is_stacked else tuple(values.shape)
+            if pair.layer is None:
+                piece = values
+                full_shape = tuple(values.shape)
+                offset = (0,) * values.dim()
+            else:
+                # Megatron stacks the layers in the first dimension, and this piece is one layer of them.
+                piece = values.unsqueeze(0)
+                full_shape = (layers, *values.shape)
+                offset = (pair.layer,) + (0,) * values.dim()
             dtype = str(values.dtype).removeprefix("torch.")
-            offset = (pair.layer or 0, *(0 for _ in full_shape[1:]))
             for key in pair.keys:
                 stored = stored_by_key.setdefault(key, StoredTensor(full_shape, dtype, {}, {}))
                 stored.sizes[offset] = tuple(piece.shape)

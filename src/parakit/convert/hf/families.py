@@ -95,8 +95,56 @@ def list_tensor_pairs(
     Each tensor is paired with its tensors in Hugging Face's format, whose names begin with `prefix`. None takes
     the family's usual prefix. A model with tied embeddings has no output tensor.
     """
-    prefix = _usual_prefix(family) if prefix is None else prefix
-    sizes = {
+    if prefix is None:
+        prefix = _usual_prefix(family)
+    first_rows, layer_rows, last_rows = [], [], []
+    for row in _list_rows(family):
+        # In names of layers, {} stands for the number of the layer.
+        if "{}" in row["names"]:
+            layer_rows.append(row)
+        elif row["key"].startswith("embedding."):
+            first_rows.append(row)
+        elif row["key"] != OUTPUT or not shape.tied_embeddings:
+            last_rows.append(row)
+    pairs = [_make_pair(row, shape, prefix, layer=None) for row in first_rows]
+    for layer in range(shape.layers):
+        pairs += [_make_pair(row, shape, prefix, layer) for row in layer_rows]
+    pairs += [_make_pair(row, shape, prefix, layer=None) for row in last_rows]
+    return tuple(pairs)
+
+
+def _make_pair(
+    row: Mapping[str, str], shape: ModelShape, prefix: str, layer: int | None
+) -> TensorPair:
+    """Return the tensor of a row of `families.csv`, paired with its tensors in Hugging Face's format.
+
+    Args:
+        row: The row.
+        shape: Shape of the model.
+        prefix: Text with which the names in Hugging Face's format begin.
+        layer: Number of the layer, from 0; None for a tensor outside of the layers.
+    """
+    sizes = _sizes_by_name(shape)
+    names = tuple(_list_names(row["names"], prefix, layer, shape.experts))
+    form = _make_reshaping(row["form"], shape)
+    loaded_names, loaded_form = names, form
+    if row["loaded_as"]:
+        loaded_names = tuple(_list_names(row["loaded_as"], prefix, layer, shape.experts))
+        loaded_form = _make_reshaping("same", shape)
+    return TensorPair(
+        keys=tuple(row["key"].split()),
+        layer=layer,
+        shape=tuple(sizes[size] for size in row["sizes"].split()),
+        names=names,
+        form=form,
+        loaded_names=loaded_names,
+        loaded_form=loaded_form,
+    )
+
+
+def _sizes_by_name(shape: ModelShape) -> dict[str, int]:
+    """Return the sizes of dimensions by the names that the column `sizes` of `families.csv` uses."""
+    return {
         "hidden": shape.hidden,
         "vocabulary": shape.vocabulary,
         "positions": shape.positions,
@@ -113,46 +161,20 @@ def list_tensor_pairs(
         "one": 1,
     }
 
-    def make_pair(row: Mapping[str, str], layer: int | None = None) -> TensorPair:
-        names = tuple(_list_names(row["names"], prefix, layer, shape.experts))
-        form = _make_reshaping(row["form"], shape)
-        loaded_names, loaded_form = names, form
-        if row["loaded_as"]:
-            loaded_names = tuple(_list_names(row["loaded_as"], prefix, layer, shape.experts))
-            loaded_form = _make_reshaping("same", shape)
-        return TensorPair(
-            keys=tuple(row["key"].split()),
-            layer=layer,
-            shape=tuple(sizes[size] for size in row["sizes"].split()),
-            names=names,
-            form=form,
-            loaded_names=loaded_names,
-            loaded_form=loaded_form,
-        )
-
-    rows = _list_rows(family)
-    layer_rows = [row for row in rows if "{}" in row["names"]]
-    first_rows = [row for row in rows if row["key"].startswith("embedding.")]
-    last_rows = [row for row in rows if row not in (*layer_rows, *first_rows)]
-    if shape.tied_embeddings:
-        last_rows = [row for row in last_rows if row["key"] != OUTPUT]
-    return (
-        *map(make_pair, first_rows),
-        *(make_pair(row, layer) for layer in range(shape.layers) for row in layer_rows),
-        *map(make_pair, last_rows),
-    )
-
 
 def _list_rows(family: str) -> list[Mapping[str, str]]:
     """Return the rows of `families.csv` for a family.
 
-    If the family extends another family, its rows replace or remove rows of the other family.
+    If the family extends another family, its rows replace rows of the other family with the same key. A row without
+    names removes the other family's row.
     """
+    rows_by_key: dict[str, Mapping[str, str]] = {}
     base = _BASES.get(family)
-    rows_by_key = {row["key"].split()[0]: row for row in _list_rows(base)} if base else {}
-    for row in _TABLE:
-        if row["family"] == family:
-            rows_by_key[row["key"].split()[0]] = row
+    rows = _list_rows(base) if base else []
+    rows += [row for row in _TABLE if row["family"] == family]
+    for row in rows:
+        first_key = row["key"].split()[0]
+        rows_by_key[first_key] = row
     return [row for row in rows_by_key.values() if row["names"]]
 
 

@@ -71,31 +71,56 @@ def export_model(
     _check_tensors(checkpoint, tensors, pairs, shape, model_type)
     if target.exists():
         raise ConversionError(f"TO={target} exists already; remove it, or name another folder.")
-    headers = [
-        TensorHeader(name, part_shape, getattr(torch, tensors[_stored_key(pair, tensors)].dtype))
-        for pair in pairs
-        for name, part_shape in zip(pair.names, pair.shapes, strict=True)
-    ]
+    headers = _list_headers(pairs, tensors)
     total_bytes = sum(header.size_bytes for header in headers)
     check_disk_space(target, total_bytes)
 
-    def read_values() -> Iterator[Tensor]:
-        for pair in pairs:
-            # Rows beyond the vocabulary are padding, which `transformers` has not.
-            rows = pair.shape[0] if pair.key in VOCABULARY else None
-            stored = tensors[_stored_key(pair, tensors)]
-            values = read_tensor(checkpoint, stored, pair.layer, rows)
-            for part in pair.form.split(values):
-                progress.done(part.nbytes)
-                yield part
-
     progress.begin(f"export to {target.name}", total_bytes)
     with atomic_directory(target) as folder:
-        write_tensors(folder, headers, read_values(), shard_bytes)
+        values = _read_values(checkpoint, tensors, pairs, progress)
+        write_tensors(folder, headers, values, shard_bytes)
         (folder / CONFIG_FILE).write_text(f"{json.dumps(config, indent=2, sort_keys=True)}\n")
         if source is not None:
             copy_companions(source, folder)
-    return progress.summary(sum(math.prod(header.shape) for header in headers))
+    num_parameters = sum(math.prod(header.shape) for header in headers)
+    return progress.summary(num_parameters)
+
+
+def _list_headers(
+    pairs: Sequence[TensorPair], tensors: Mapping[str, StoredTensor]
+) -> list[TensorHeader]:
+    """Return name, shape and type of each tensor of Hugging Face, in the order in which they are written.
+
+    Args:
+        pairs: Megatron's tensors, each with its tensors of Hugging Face.
+        tensors: Tensors of the checkpoint by key.
+    """
+    headers = []
+    for pair in pairs:
+        dtype = getattr(torch, tensors[_stored_key(pair, tensors)].dtype)
+        for name, shape in zip(pair.names, pair.shapes, strict=True):
+            headers.append(TensorHeader(name, shape, dtype))
+    return headers
+
+
+def _read_values(
+    checkpoint: Path,
+    tensors: Mapping[str, StoredTensor],
+    pairs: Sequence[TensorPair],
+    progress: ConversionProgress,
+) -> Iterator[Tensor]:
+    """Yield the values of each tensor of Hugging Face, in the order of `_list_headers`, and count their bytes.
+
+    Only the tensor that is written is in memory.
+    """
+    for pair in pairs:
+        # Rows beyond the vocabulary are padding, which `transformers` has not.
+        rows = pair.shape[0] if pair.key in VOCABULARY else None
+        stored = tensors[_stored_key(pair, tensors)]
+        values = read_tensor(checkpoint, stored, pair.layer, rows)
+        for part in pair.form.split(values):
+            progress.done(part.nbytes)
+            yield part
 
 
 def _read_tensors(folder: Path) -> Mapping[str, StoredTensor]:
@@ -167,7 +192,9 @@ def _check_tensors(
     Raises:
         ConversionError: A tensor is missing, has another shape, or belongs to no tensor of Hugging Face.
     """
+    model_keys: set[str] = set()
     for pair in pairs:
+        model_keys.update(pair.keys)
         key = _stored_key(pair, tensors)
         if key not in tensors:
             raise ConversionError(f"{folder} lacks {key}, which the model has.")
@@ -183,8 +210,8 @@ def _check_tensors(
                 f"{folder} holds {key} with the shape {list(stored_shape)}, and the run's "
                 f"model has {list(model_shape)}; it is another model's checkpoint."
             )
-    weights = {key for key in tensors if key.startswith(_WEIGHT_PREFIXES)}
-    unknown_keys = sorted(weights - {key for pair in pairs for key in pair.keys})
+    stored_weights = [key for key in tensors if key.startswith(_WEIGHT_PREFIXES)]
+    unknown_keys = sorted(key for key in stored_weights if key not in model_keys)
     if unknown_keys:
         raise ConversionError(
             f"{folder} holds {unknown_keys[0]}, which a model of the type {model_type} does not have."

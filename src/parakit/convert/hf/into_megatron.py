@@ -235,30 +235,41 @@ def _check_names(
         ConversionError: A tensor is missing, belongs to no tensor of Megatron, or is an output layer that
             differs from the tied embedding.
     """
-    expected_names = [name for pair in pairs for name in pair.names]
+    expected_names: list[str] = []
+    for pair in pairs:
+        expected_names += pair.names
     missing_names = [name for name in expected_names if name not in tensors.tensors]
     if missing_names:
         raise ConversionError(
             f"{folder} lacks {missing_names[0]}{_count_others(missing_names)}, which its {CONFIG_FILE} "
             "asks for."
         )
-    extra_names = sorted(set(tensors.tensors) - set(expected_names))
+    extra_names = set(tensors.tensors) - set(expected_names)
     if shape.tied_embeddings and HEAD in extra_names:
-        embedding = next(pair.names[0] for pair in pairs if pair.key == EMBEDDING)
-        if not torch.equal(tensors.read(HEAD), tensors.read(embedding)):
-            raise ConversionError(
-                f"{folder} holds a {HEAD} of its own, and its {CONFIG_FILE} ties it to {embedding}; "
-                "set tie_word_embeddings to false."
-            )
+        _check_tied_output(folder, tensors, pairs)
         extra_names.remove(HEAD)
-    ignored_names = tuple(name for name in extra_names if is_buffer(name))
-    unknown_names = [name for name in extra_names if name not in ignored_names]
+    ignored_names = tuple(sorted(name for name in extra_names if is_buffer(name)))
+    unknown_names = sorted(extra_names.difference(ignored_names))
     if unknown_names:
         raise ConversionError(
             f"{folder} holds {unknown_names[0]}{_count_others(unknown_names)}, which no tensor of "
             "Megatron's takes; it is another architecture than its config.json says."
         )
     return ignored_names
+
+
+def _check_tied_output(folder: Path, tensors: TensorFolder, pairs: Sequence[TensorPair]) -> None:
+    """Raise an error if the folder's output layer differs from the embedding to which it is tied.
+
+    Raises:
+        ConversionError: The two tensors differ.
+    """
+    embedding = next(pair.names[0] for pair in pairs if pair.key == EMBEDDING)
+    if not torch.equal(tensors.read(HEAD), tensors.read(embedding)):
+        raise ConversionError(
+            f"{folder} holds a {HEAD} of its own, and its {CONFIG_FILE} ties it to {embedding}; "
+            "set tie_word_embeddings to false."
+        )
 
 
 def _count_others(names: Sequence[str]) -> str:

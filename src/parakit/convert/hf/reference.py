@@ -145,16 +145,16 @@ def _list_megatron_parameters(
     parameters = tuple(parameters_by_name[name] for name in pair.loaded_names)
     join = pair.loaded_form.join
     if _EXPERTS not in pair.parameter:
-        shape, offset = pair.shape, tuple(0 for _ in pair.shape)
+        shape, offset = pair.shape, (0,) * len(pair.shape)
         if pair.layer is not None:
             shape, offset = (layers, *shape), (pair.layer, *offset)
-        yield MegatronParameter(
-            pair.parameter, Placement(pair.key, shape, offset), parameters, join
-        )
+        placement = Placement(pair.key, shape, offset)
+        yield MegatronParameter(pair.parameter, placement, parameters, join)
         return
     num_experts, *shape_of_expert = pair.shape
+    offset_in_expert = (0,) * len(shape_of_expert)
     for expert in range(num_experts):
-        offset = (pair.layer or 0, expert, *(0 for _ in shape_of_expert))
+        offset = (pair.layer or 0, expert, *offset_in_expert)
         placement = Placement(pair.key, (layers, *pair.shape), offset)
         name = pair.parameter.replace(_EXPERTS, f".experts.local_experts.{expert}.")
         select_expert = partial(_select_expert, join, expert)

@@ -328,17 +328,18 @@ def _convert_data_set(fields: Fields, notes: list[str]) -> list[str]:
 
 def _describe_unknown_fields(fields: Fields) -> Iterable[str]:
     """Yield a sentence for each field that differs from Bridge's default and that no flag can express."""
-    known_fields = {
-        field.lstrip("!") for row in FLAGS_WITH_FIELDS for field in row.recipe
-    } | _HANDLED_FIELDS
+    known_fields = set(_HANDLED_FIELDS)
+    for row in FLAGS_WITH_FIELDS:
+        known_fields.update(field.lstrip("!") for field in row.recipe)
+    precision_prefix = "mixed_precision."
     precision_keys = {
-        name.partition(".")[2] for name in fields if name.startswith("mixed_precision.")
+        name.removeprefix(precision_prefix) for name in fields if name.startswith(precision_prefix)
     }
     for name, value in fields.items():
         section, _, key = name.partition(".")
+        if name in known_fields or key == "_target_" or value == BRIDGE_DEFAULTS.get(name):
+            continue
         # Fields of `mixed_precision` overwrite those of these sections.
-        is_overwritten = section in ("model", "optimizer", "ddp") and key in precision_keys
-        is_known = name in known_fields or key == "_target_"
-        if is_known or is_overwritten or value == BRIDGE_DEFAULTS.get(name):
+        if section in ("model", "optimizer", "ddp") and key in precision_keys:
             continue
         yield f"{name} = {format_value(value)}: no flag of Megatron-LM is known to mean it."

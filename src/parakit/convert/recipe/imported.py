@@ -133,17 +133,20 @@ def _override_family_flags(arguments: tuple[str, ...], family: str) -> tuple[str
         RecipeError: A flag of the family cannot be undone.
     """
     flags = Flags(arguments)
-    family_flags = (flag for flag in training_flags(family) if flag.startswith("--"))
     overrides: list[str] = []
-    for flag in family_flags:
-        if flags.has(flag) or flag in _VARIABLES or flag in _RUN_FLAGS:
+    for argument in training_flags(family):
+        is_flag = argument.startswith("--")
+        if not is_flag or flags.has(argument) or argument in _VARIABLES or argument in _RUN_FLAGS:
             continue
-        default = megatron_default(FLAGS[flag])
-        values = None if default is None else VALUE_KINDS[FLAGS[flag].kind].arguments(default)
-        overrides += [flag, *values] if values else _undo_family_flag(flag, flags)
-    # Megatron takes either this flag or `--lr-warmup-fraction`.
-    replaced = ("--lr-warmup-iters",) if "--lr-warmup-fraction" in overrides else ()
-    return (*drop_flags(arguments, replaced), *overrides)
+        default = megatron_default(FLAGS[argument])
+        values = None
+        if default is not None:
+            values = VALUE_KINDS[FLAGS[argument].kind].arguments(default)
+        overrides += [argument, *values] if values else _undo_family_flag(argument, flags)
+    if "--lr-warmup-fraction" in overrides:
+        # Megatron takes either this flag or `--lr-warmup-iters`.
+        arguments = drop_flags(arguments, ("--lr-warmup-iters",))
+    return (*arguments, *overrides)
 
 
 def _undo_family_flag(flag: str, flags: Flags) -> list[str]:

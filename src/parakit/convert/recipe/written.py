@@ -45,25 +45,16 @@ def render_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
         origin: The command that makes the file, for its header.
         path: The file's path from the repository's root, for the command that trains it.
     """
-    fields_by_section: dict[str, dict[str, Value]] = {}
-    for section in _SECTIONS:
-        prefix = f"{section}."
-        section_fields = {
-            name.removeprefix(prefix): value
-            for name, value in recipe.fields.items()
-            if name.startswith(prefix)
-        }
-        if section_fields or section not in _OPTIONAL_SECTIONS:
-            fields_by_section[section] = section_fields
-    class_by_section = {
-        section: str(BRIDGE_DEFAULTS[f"{section}._target_"]) for section in fields_by_section
-    }
-    symbols = [
-        value.path
-        for section_fields in fields_by_section.values()
-        for value in section_fields.values()
-        if isinstance(value, Symbol)
-    ]
+    # Each section has a name, a class, and its fields with value and unit.
+    sections: list[tuple[str, str, list[tuple[str, str, str]]]] = []
+    classes: list[str] = []
+    symbols: list[str] = []
+    for section, fields in _group_by_section(recipe.fields).items():
+        class_path = str(BRIDGE_DEFAULTS[f"{section}._target_"])
+        classes.append(class_path)
+        symbols += [value.path for value in fields.values() if isinstance(value, Symbol)]
+        _, class_name = _split_import(class_path)
+        sections.append((section, class_name, list(_format_fields(section, fields))))
     return _render_template(
         RECIPE_FILE,
         spec,
@@ -71,19 +62,33 @@ def render_recipe(recipe: Recipe, spec: RunSpec, origin: str, path: str) -> str:
         origin=origin,
         machines=_torchrun_options(spec.parallelism.world_size),
         path=path,
-        left_out=map(_format_list_item, recipe.left_out) if recipe.left_out else (),
+        left_out=[_format_list_item(sentence) for sentence in recipe.left_out],
         torch=any(symbol.startswith("torch.") for symbol in symbols),
-        imports=_collect_imports((*class_by_section.values(), *symbols)),
+        imports=_collect_imports((*classes, *symbols)),
         width=_LINE_WIDTH,
-        sections=[
-            (
-                section,
-                _split_import(class_by_section[section])[1],
-                list(_format_fields(section, section_fields)),
-            )
-            for section, section_fields in fields_by_section.items()
-        ],
+        sections=sections,
     )
+
+
+def _group_by_section(fields: Mapping[str, Value]) -> dict[str, dict[str, Value]]:
+    """Return the fields of a recipe by section and name, in the order in which sections are written.
+
+    A section without fields is left out if the container makes it itself.
+
+    Args:
+        fields: Values by `section.field`.
+    """
+    fields_by_section: dict[str, dict[str, Value]] = {}
+    for section in _SECTIONS:
+        prefix = f"{section}."
+        section_fields = {
+            name.removeprefix(prefix): value
+            for name, value in fields.items()
+            if name.startswith(prefix)
+        }
+        if section_fields or section not in _OPTIONAL_SECTIONS:
+            fields_by_section[section] = section_fields
+    return fields_by_section
 
 
 def render_entry(
