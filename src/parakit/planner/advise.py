@@ -135,21 +135,14 @@ def _answer_megatron(
     family = strategy_family(winner.spec.parallelism)
     if family in FAMILIES_OF_OTHER_TRAINERS:
         text = f"Not needed: PyTorch's DDP and FSDP and DeepSpeed have {family} too."
-        megatrons_best = next(
-            (
-                candidate
-                for candidate in plan.ranked
-                if strategy_family(candidate.spec.parallelism) not in FAMILIES_OF_OTHER_TRAINERS
-            ),
-            None,
-        )
-        if megatrons_best is None:
-            return text
-        ratio = _time_ratio(megatrons_best, winner)
-        return (
-            f"{text} The best strategy that only Megatron has, {megatrons_best.strategy}, takes "
-            f"{ratio:.2f} times as long."
-        )
+        for candidate in plan.ranked:
+            if strategy_family(candidate.spec.parallelism) not in FAMILIES_OF_OTHER_TRAINERS:
+                ratio = _time_ratio(candidate, winner)
+                return (
+                    f"{text} The best strategy that only Megatron has, {candidate.strategy}, takes "
+                    f"{ratio:.2f} times as long."
+                )
+        return text
     unsplit = [
         best for family, best in best_by_family.items() if family in FAMILIES_OF_OTHER_TRAINERS
     ]

@@ -8,6 +8,7 @@ in the paper. A "unit" is a group of equal consecutive layers; stages consist of
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -134,12 +135,12 @@ def find_best_stages(
 
         Only ways that fit with `flights` micro batches in flight count. The result is None if no way fits.
         """
-        fitting = (
-            cost
-            for cost in costs(first, end, mesh)
-            if cost.fixed_bytes + flights * cost.flight_bytes <= capacity
-        )
-        return min(fitting, key=lambda cost: cost.seconds, default=None)
+        fastest: StageCost | None = None
+        for cost in costs(first, end, mesh):
+            fits = cost.fixed_bytes + flights * cost.flight_bytes <= capacity
+            if fits and (fastest is None or cost.seconds < fastest.seconds):
+                fastest = cost
+        return fastest
 
     bounds: set[float] = set()
     flight_counts = range(1, min(units, devices, count) + 1)
@@ -148,9 +149,11 @@ def find_best_stages(
             cost = find_fastest(first, end, mesh, flights)
             if cost is not None:
                 bounds.add(cost.seconds)
-    best: _Stages | None = None
+    best_stages: tuple[AlpaStage, ...] = ()
+    best_seconds = math.inf
     for bound in sorted(bounds):
-        if best is not None and count * bound >= best[0]:
+        # The slowest stage alone takes `bound` per micro batch, so higher bounds cannot be faster.
+        if count * bound >= best_seconds:
             break
         within_bound = _solve_within_bound(bound, units, meshes, devices, count, find_fastest)
         if within_bound is None:
@@ -158,9 +161,9 @@ def find_best_stages(
         sum_of_stages, stages = within_bound
         slowest = max(stage.cost.seconds for stage in stages)
         total = sum_of_stages + (count - 1) * slowest
-        if best is None or total < best[0]:
-            best = total, stages
-    return best
+        if total < best_seconds:
+            best_seconds, best_stages = total, stages
+    return (best_seconds, best_stages) if best_stages else None
 
 
 def _solve_within_bound(
@@ -176,23 +179,29 @@ def _solve_within_bound(
     The result is None if no stages meet the bound. The program F(s, k, d) of the paper is solved from the last
     stage to the first. A stage with n later stages holds n more micro batches in flight (1F1B).
     """
+    # The best last stages, by the first unit that they run and the number of devices that they use.
     solved: dict[tuple[int, int], _Stages] = {(units, 0): (0.0, ())}
     best: _Stages | None = None
     for num_later in range(min(units, devices)):
+        flights = min(num_later + 1, count)
         extended: dict[tuple[int, int], _Stages] = {}
         for (end, used_devices), (seconds, stages) in solved.items():
             for first, mesh in product(range(end), meshes):
                 if used_devices + mesh > devices:
                     continue
-                cost = find_fastest(first, end, mesh, min(num_later + 1, count))
+                cost = find_fastest(first, end, mesh, flights)
                 if cost is None or cost.seconds > bound:
                     continue
-                total, state = seconds + cost.seconds, (first, used_devices + mesh)
-                if state not in extended or total < extended[state][0]:
+                total = seconds + cost.seconds
+                state = first, used_devices + mesh
+                known_total, _ = extended.get(state, (math.inf, ()))
+                if total < known_total:
                     extended[state] = total, (AlpaStage(first, end, mesh, cost), *stages)
         complete = extended.get((0, devices))
-        if complete is not None and (best is None or complete[0] < best[0]):
-            best = complete
+        if complete is not None:
+            complete_total, _ = complete
+            if best is None or complete_total < best[0]:
+                best = complete
         solved = extended
     return best
 

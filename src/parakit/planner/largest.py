@@ -8,10 +8,11 @@ heads as layers, and an MLP four times as wide. The result says how large a mode
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 from parakit.config.hardware import Device, device_by_key
 from parakit.config.model import GPT2_VOCABULARY, ModelShape
@@ -85,17 +86,36 @@ def find_largest_models(
     models = []
     for name in _list_strategies(devices, device.domain):
         for recompute in (Recompute.NONE, Recompute.FULL):
-            best = LargestModel(name, str(recompute))
-            for spec in _enumerate_growing_models(name, devices, seq_length, dtype):
-                memory = find_peak_rank(replace(spec, recompute=recompute))[1].total
-                shape, parameters = spec.shape, total_parameters(spec.shape)
-                size = (parameters, shape.layers, shape.hidden, memory)
-                if memory <= capacity:
-                    best = LargestModel(name, str(recompute), *size)
-                elif parameters > _ROUNDING_RATIO * best.parameters:
-                    break
-            models.append(best)
+            specs = _enumerate_growing_models(name, devices, seq_length, dtype)
+            recomputing = (replace(spec, recompute=recompute) for spec in specs)
+            models.append(_find_largest_fitting(name, recompute, recomputing, capacity))
     return models
+
+
+def _find_largest_fitting(
+    strategy: str, recompute: Recompute, specs: Iterable[RunSpec], capacity: int
+) -> LargestModel:
+    """Return the last of some growing models whose peak memory is at most `capacity` bytes.
+
+    The search ends with the first model that does not fit and that has clearly more parameters than the last one
+    that did.
+    """
+    best = LargestModel(strategy, str(recompute))
+    for spec in specs:
+        _, memory = find_peak_rank(spec)
+        parameters = total_parameters(spec.shape)
+        if memory.total <= capacity:
+            best = LargestModel(
+                strategy,
+                str(recompute),
+                parameters=parameters,
+                layers=spec.shape.layers,
+                hidden=spec.shape.hidden,
+                memory_bytes=memory.total,
+            )
+        elif parameters > _ROUNDING_RATIO * best.parameters:
+            break
+    return best
 
 
 def _list_strategies(devices: int, domain: int) -> list[str]:
@@ -107,13 +127,15 @@ def _list_strategies(devices: int, domain: int) -> list[str]:
     """
     if devices == 1:
         return ["baseline"]
-    data = [f"dp{devices}{suffix}" for suffix in ("", "-zero1", "-zero2", "-zero3")]
-    codes = ("cp", "tp", "sp", "pp") if devices <= domain else ("pp",)
-    names = [*data, *(f"{code}{devices}" for code in codes)]
-    inner = next((degree for degree in (8, 4, 2) if devices % degree == 0 and degree < devices), 0)
-    if inner:
-        names.append(f"sp{inner}pp{devices // inner}")
-        names.append(f"sp{inner}dp{devices // inner}-zero3")
+    names = [f"dp{devices}{sharding}" for sharding in ("", "-zero1", "-zero2", "-zero3")]
+    if devices <= domain:
+        names += [f"cp{devices}", f"tp{devices}", f"sp{devices}"]
+    names.append(f"pp{devices}")
+    for inner in (8, 4, 2):
+        if devices % inner == 0 and inner < devices:
+            names.append(f"sp{inner}pp{devices // inner}")
+            names.append(f"sp{inner}dp{devices // inner}-zero3")
+            break
     return names
 
 
@@ -152,29 +174,30 @@ def _format_size(model: LargestModel) -> str:
     return f"{model.parameters / 1e9:.1f}B ({model.layers} x {model.hidden:,})"
 
 
-def _build_table(
-    models: list[LargestModel], title: str
-) -> Table[tuple[LargestModel, LargestModel]]:
+class _ModelPair(NamedTuple):
+    """Largest models of one strategy."""
+
+    stored: LargestModel
+    """Model without recomputed layers."""
+    recomputed: LargestModel
+    """Model with full recomputation."""
+
+
+def _build_table(models: list[LargestModel], title: str) -> Table[_ModelPair]:
     """Return a table with a row per strategy. A row has the largest models without and with recomputed layers."""
     columns = (
-        Column[tuple[LargestModel, LargestModel]](
-            "strategy", lambda pair: pair[0].strategy, right=False
-        ),
-        Column[tuple[LargestModel, LargestModel]](
-            "nothing recomputed", lambda pair: _format_size(pair[0])
-        ),
-        Column[tuple[LargestModel, LargestModel]](
-            "GiB per rank", lambda pair: gib(pair[0].memory_bytes)
-        ),
-        Column[tuple[LargestModel, LargestModel]](
-            "layers recomputed", lambda pair: _format_size(pair[1])
-        ),
-        Column[tuple[LargestModel, LargestModel]](
-            "GiB per rank", lambda pair: gib(pair[1].memory_bytes)
-        ),
+        Column[_ModelPair]("strategy", lambda pair: pair.stored.strategy, right=False),
+        Column[_ModelPair]("nothing recomputed", lambda pair: _format_size(pair.stored)),
+        Column[_ModelPair]("GiB per rank", lambda pair: gib(pair.stored.memory_bytes)),
+        Column[_ModelPair]("layers recomputed", lambda pair: _format_size(pair.recomputed)),
+        Column[_ModelPair]("GiB per rank", lambda pair: gib(pair.recomputed.memory_bytes)),
     )
-    pairs = tuple(zip(models[::2], models[1::2], strict=True))
-    return Table(columns, pairs, title)
+    # The models of a strategy follow one another: first without recomputed layers, then with them.
+    pairs = [
+        _ModelPair(stored, recomputed)
+        for stored, recomputed in zip(models[::2], models[1::2], strict=True)
+    ]
+    return Table(columns, tuple(pairs), title)
 
 
 def _draw_models(models: list[LargestModel], path: Path, cluster: str) -> None:

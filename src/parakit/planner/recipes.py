@@ -92,7 +92,6 @@ def list_switches(recipe: str, request: Request) -> tuple[Switch, ...]:
     Two kinds of switches are left out: those whose flags the request already sets, and those that need another switch
     which is left out. The result is empty for CPU ranks and for the recipe `defaults`.
     """
-    stated = Flags((*request.model.flags, *request.extra))
     device, template = request.cluster.device, request.template
     if recipe == DEFAULTS or device.key == "cpu":
         return ()
@@ -102,8 +101,14 @@ def list_switches(recipe: str, request: Request) -> tuple[Switch, ...]:
     if recipe == ALL and template.dtype == "bf16":
         switches.append(_HALF)
         if "fp8" in device.peak_tflops:
-            switches += [_MICROSCALED if device.generation == "blackwell" else _EIGHT, _GATHERED]
-    unstated = [switch for switch in switches if not any(map(stated.has, switch.flags))]
+            switches.append(_MICROSCALED if device.generation == "blackwell" else _EIGHT)
+            switches.append(_GATHERED)
+    stated = Flags((*request.model.flags, *request.extra))
+    unstated = []
+    for switch in switches:
+        is_stated = any(stated.has(flag) for flag in switch.flags)
+        if not is_stated:
+            unstated.append(switch)
     names = {switch.name for switch in unstated}
     return tuple(switch for switch in unstated if not switch.needs or switch.needs in names)
 

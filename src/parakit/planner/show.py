@@ -290,20 +290,22 @@ def _build_component_table(winner: Candidate) -> Table[tuple[str, ...]]:
     """
     memory = {name: getattr(winner.memory, name) for name in COMPONENTS}
     seconds = {name: getattr(winner.seconds, name) for name in TIME_COMPONENTS}
-    lists = [
+    sent_bytes = _sent_bytes_by_group(winner.spec)
+    rows = []
+    # A quantity with fewer components has empty cells at its end.
+    for memory_cells, time_cells, sent_cells in zip_longest(
         _sort_components(memory, gib),
         _sort_components(seconds, ms),
-        _sort_components(_sent_bytes_by_group(winner.spec), gb),
-    ]
-    rows = []
-    for cells in zip_longest(*lists, fillvalue=("", "")):
-        rows.append(tuple(text for cell in cells for text in cell))
+        _sort_components(sent_bytes, gb),
+        fillvalue=("", ""),
+    ):
+        rows.append((*memory_cells, *time_cells, *sent_cells))
     names = ("memory", "GiB", "time", "ms", "busiest rank sends", "GB")
-    columns = tuple(
-        Column[tuple[str, ...]](name, itemgetter(index), right=index % 2 == 1)
-        for index, name in enumerate(names)
-    )
-    return Table(columns, tuple(rows), f"{winner.strategy}, by component")
+    columns = []
+    for index, name in enumerate(names):
+        is_number = index % 2 == 1
+        columns.append(Column[tuple[str, ...]](name, itemgetter(index), right=is_number))
+    return Table(tuple(columns), tuple(rows), f"{winner.strategy}, by component")
 
 
 def _sort_components(

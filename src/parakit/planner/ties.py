@@ -34,10 +34,22 @@ def choose_preferred(
         memory_of: Function from a run to the bytes of its peak rank. It is called only for tied runs.
     """
     fastest = min(seconds.values())
-    tied = {spec: memory_of(spec) for spec, time in seconds.items() if are_tied(time, fastest)}
-    least = min(tied.values())
-    light = [spec for spec, size in tied.items() if size <= least * (1 + memory_error(spec))]
-    return min(light, key=lambda spec: (*_count_dimensions(spec), seconds[spec], tied[spec]))
+    bytes_of_tied: dict[RunSpec, int] = {}
+    for spec, time in seconds.items():
+        if are_tied(time, fastest):
+            bytes_of_tied[spec] = memory_of(spec)
+    least_bytes = min(bytes_of_tied.values())
+    light_specs = [
+        spec
+        for spec, size in bytes_of_tied.items()
+        if size <= least_bytes * (1 + memory_error(spec))
+    ]
+
+    def rank_preference(spec: RunSpec) -> tuple[float, ...]:
+        """Return a sort key: the number of dimensions of parallelism, then time, then memory."""
+        return *_count_dimensions(spec), seconds[spec], bytes_of_tied[spec]
+
+    return min(light_specs, key=rank_preference)
 
 
 def _count_dimensions(spec: RunSpec) -> tuple[int, int]:

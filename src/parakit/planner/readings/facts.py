@@ -43,10 +43,13 @@ def _case_applies(
         measurement: The published measurement.
         release: Release of the container that the measurement used, such as 26.06, or 0 if unknown.
     """
-    # The last part of `gpt2.md@9e64ede:390` is a line of the page; some cases apply to a range of lines.
-    line, (first, last) = measurement.where.rpartition(":")[2], case.get("lines", (0, 0))
     has_model = any(measurement.model.startswith(name) for name in case.get("model", [""]))
-    has_line = not last or (line.isdecimal() and first <= int(line) <= last)
+    has_line = True
+    if "lines" in case:
+        first, last = case["lines"]
+        # The last part of `gpt2.md@9e64ede:390` is a line of the page.
+        line = measurement.where.rpartition(":")[2]
+        has_line = line.isdecimal() and first <= int(line) <= last
     return (
         has_model
         and measurement.gpu in case.get("gpus", [measurement.gpu])

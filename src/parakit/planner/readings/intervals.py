@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from math import exp, log, log2
+from operator import itemgetter
 from pathlib import Path
 
 from parakit.config.run import RunSpec
@@ -179,14 +180,18 @@ class PredictionErrors:
         `_FEWEST_ERRORS` errors, it is empty.
         """
         if features not in self._by_distance:
-            distances = ((_distance(features, other), other) for other in self._errors)
-            near = (pair for pair in distances if pair[0] < _MOST_DISTANCE)
-            self._by_distance[features] = sorted(near, key=lambda pair: pair[0])
-        errors, last_distance = list[_Error](), 0.0
+            near = []
+            for other in self._errors:
+                distance = _distance(features, other)
+                if distance < _MOST_DISTANCE:
+                    near.append((distance, other))
+            self._by_distance[features] = sorted(near, key=itemgetter(0))
+        errors: list[_Error] = []
+        last_distance = 0.0
         for distance, other in self._by_distance[features]:
             if len(errors) >= _NUM_NEAREST and distance > last_distance:
                 break
-            errors += filter(keep, self._errors[other])
+            errors += [error for error in self._errors[other] if keep(error)]
             last_distance = distance
         return errors if len(errors) >= _FEWEST_ERRORS else []
 
@@ -229,15 +234,16 @@ def _compute_intervals(errors: list[_Error]) -> dict[float, Interval]:
     # Kish's effective number of errors.
     effective = total**2 / sum(weight**2 for _, weight in weighted)
     median = _weighted_quantile(weighted, total / 2)
-    intervals = dict[float, Interval]()
+    intervals: dict[float, Interval] = {}
     for level in LEVELS:
+        # With few errors the interval is wider, because they do not show how far others lie out.
         upper = min(1.0, (1 + level) / 2 * (effective + 1) / effective)
-        low, high = (_weighted_quantile(weighted, side * total) for side in (1 - upper, upper))
+        low = _weighted_quantile(weighted, (1 - upper) * total)
+        high = _weighted_quantile(weighted, upper * total)
         if level > 0.80:
-            smallest_value, largest = (
-                median + _MOST_STRETCH * (end - median) for end in intervals[0.80]
-            )
-            low, high = max(low, smallest_value), min(high, largest)
+            usual_low, usual_high = intervals[0.80]
+            low = max(low, median + _MOST_STRETCH * (usual_low - median))
+            high = min(high, median + _MOST_STRETCH * (usual_high - median))
         intervals[level] = (low, high)
     return intervals
 
@@ -273,22 +279,14 @@ def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) ->
         cluster: Cluster of the run.
         seconds: Predicted seconds per iteration, or None for a prediction of memory.
     """
-    shape, execution, device = spec.shape, cluster.execution, cluster.device
-    layers = "experts" if shape.experts else "several kinds" if shape.blocks else "dense"
-    is_sharded = layers == "dense" and spec.parallelism.sharding.shards_weights
-    # Devices count as busy if the prediction says that they do more than wait for their host and for one another.
-    peak = device.peak_flops("bf16") or device.peak_flops("fp16")
-    flops = model_flops(shape, spec.batch.global_batch_size)
-    is_busy = False
-    if peak and seconds is not None:
-        is_busy = mfu(flops, seconds, cluster.devices, peak) >= _BUSY_MFU
+    execution, device = cluster.execution, cluster.device
     is_brief = seconds is not None and seconds < _BRIEF_SECONDS
     return ErrorFeatures(
         (
             "time" if seconds else "memory",
-            "sharded" if is_sharded else layers,
+            _kind_of_layers(spec),
             device.generation,
-            "busy" if is_busy else "waiting",
+            "busy" if _is_busy(spec, cluster, seconds) else "waiting",
             "brief" if is_brief else "",
             "8 bits" if spec.fp8_recipe else "16 bits",
             "context parallel" if spec.parallelism.context > 1 else "",
@@ -298,9 +296,35 @@ def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) ->
             "one node" if cluster.devices <= cluster.per_node else "nodes",
         ),
         device.key.split("-")[0],
-        round(log2(total_parameters(shape)), 1),
+        round(log2(total_parameters(spec.shape)), 1),
         round(log2(cluster.devices), 1),
     )
+
+
+def _kind_of_layers(spec: RunSpec) -> str:
+    """Return `experts`, `several kinds` for a model of blocks, `sharded` for sharded dense layers, or `dense`."""
+    if spec.shape.experts:
+        return "experts"
+    if spec.shape.blocks:
+        return "several kinds"
+    return "sharded" if spec.parallelism.sharding.shards_weights else "dense"
+
+
+def _is_busy(spec: RunSpec, cluster: Cluster, seconds: float | None) -> bool:
+    """Return True if devices are predicted to do more than wait for their host and for one another.
+
+    The result is False for a prediction of memory, and for a device of unknown peak.
+
+    Args:
+        spec: The run.
+        cluster: Cluster of the run.
+        seconds: Predicted seconds per iteration, or None for a prediction of memory.
+    """
+    peak = cluster.device.peak_flops("bf16") or cluster.device.peak_flops("fp16")
+    if not peak or seconds is None:
+        return False
+    flops = model_flops(spec.shape, spec.batch.global_batch_size)
+    return mfu(flops, seconds, cluster.devices, peak) >= _BUSY_MFU
 
 
 def _distance(features: ErrorFeatures, other: ErrorFeatures) -> float:

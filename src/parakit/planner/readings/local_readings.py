@@ -230,9 +230,15 @@ def _covariance(spec: RunSpec, other: RunSpec) -> float:
     The covariance falls with the differences of the two runs. A factor of 2 between two sizes counts as one
     difference, and so does a setting that is not equal.
     """
-    (sizes, choices), (other_sizes, other_choices) = _features(spec), _features(other)
-    differences = sum(abs(log2(a / b)) for a, b in zip(sizes, other_sizes, strict=True))
-    differences += sum(a != b for a, b in zip(choices, other_choices, strict=True))
+    sizes, choices = _features(spec)
+    other_sizes, other_choices = _features(other)
+    doublings = [
+        abs(log2(size / other_size)) for size, other_size in zip(sizes, other_sizes, strict=True)
+    ]
+    num_other_choices = sum(
+        choice != other_choice for choice, other_choice in zip(choices, other_choices, strict=True)
+    )
+    differences = sum(doublings) + num_other_choices
     return _SHARED**2 + _SIMILAR**2 * exp(-differences / _SIMILARITY_DOUBLINGS)
 
 

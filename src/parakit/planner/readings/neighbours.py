@@ -285,13 +285,16 @@ def _distance_in_doublings(
         (measurement.ep or 1, split.expert),
         (measurement.seq or shape.seq_length, shape.seq_length),
     )
+    distance = sum(abs(log2(measured / planned)) for measured, planned in sizes)
     has_fewer_bits = "8" in measurement.dtype or "4" in measurement.dtype
     is_half = spec.dtype in ("fp16", "bf16")
     is_same_dtype = is_half and has_fewer_bits == bool(spec.fp8_recipe)
+    if not is_same_dtype:
+        distance += 1
     has_experts = bool(measurement.expert_ffn or model_facts(measurement.model).get("experts"))
-    experts = _EXPERTS_DISTANCE if has_experts != bool(shape.experts) else 0.0
-    doublings = sum(abs(log2(measured / planned)) for measured, planned in sizes)
-    return doublings + (0 if is_same_dtype else 1) + experts
+    if has_experts != bool(shape.experts):
+        distance += _EXPERTS_DISTANCE
+    return distance
 
 
 def _describe_neighbour(item: Residual) -> str:
@@ -301,18 +304,23 @@ def _describe_neighbour(item: Residual) -> str:
     batch that the source does not state is left out.
     """
     measurement = item.measurement
-    degrees = ((name.upper(), getattr(measurement, name) or 1) for name in ("tp", "pp", "cp"))
-    strategy = " ".join(f"{name}{degree}" for name, degree in degrees if degree > 1)
-    devices = f"{measurement.gpus:,} {measurement.gpu}" + (f" as {strategy}" if strategy else "")
-    unit = "s" if measurement.metric == "step_time_s" else "tokens/s per GPU"
+    run = f"{measurement.params_b:g}B on {measurement.gpus:,} {measurement.gpu}"
+    factors = []
+    for name in ("tp", "pp", "cp"):
+        degree = getattr(measurement, name) or 1
+        if degree > 1:
+            factors.append(f"{name.upper()}{degree}")
+    if factors:
+        run += f" as {' '.join(factors)}"
+    if measurement.dtype:
+        run += f" in {measurement.dtype}"
+    if measurement.gbs:
+        run += f", batch {measurement.gbs:,}"
     value = measurement.value
     figure = f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+    unit = "s" if measurement.metric == "step_time_s" else "tokens/s per GPU"
     error = "within 1%" if abs(item.error) < 0.01 else _describe_error(item.error)
-    conditions = f" in {measurement.dtype}" if measurement.dtype else ""
-    if measurement.gbs:
-        conditions += f", batch {measurement.gbs:,}"
-    run = f"{measurement.params_b:g}B on {devices}{conditions} ({measurement.source})"
-    return f"{run}: {figure} {unit} (predicted {error})"
+    return f"{run} ({measurement.source}): {figure} {unit} (predicted {error})"
 
 
 def _describe_error(ratio: float) -> str:

@@ -165,17 +165,19 @@ def _residual_of_fastest(run: MeasuredRun, flops_per_token: float | None) -> Res
     If no run fits, the fastest of all possible runs is taken. The result also has the range of the predictions of all
     runs that fit.
     """
-    candidates = [
-        (compute_residual(candidate, flops_per_token), candidate)
-        for candidate in run.candidate_runs()
-    ]
-    fitting = [residual for residual, candidate in candidates if _fits(candidate)]
-    residuals = fitting or [residual for residual, _ in candidates]
+    residuals: list[Residual] = []
+    fitting: list[Residual] = []
+    for candidate in run.candidate_runs():
+        residual = compute_residual(candidate, flops_per_token)
+        residuals.append(residual)
+        if _fits(candidate):
+            fitting.append(residual)
+    considered = fitting or residuals
     fastest = min(
-        residuals, key=lambda item: _seconds_per_iteration(item.measured_run.spec, run.cluster)
+        considered, key=lambda item: _seconds_per_iteration(item.measured_run.spec, run.cluster)
     )
-    predictions = sorted(residual.predicted for residual in residuals)
-    return replace(fastest, unstated=run.unstated, ranged=(predictions[0], predictions[-1]))
+    predictions = [residual.predicted for residual in considered]
+    return replace(fastest, unstated=run.unstated, ranged=(min(predictions), max(predictions)))
 
 
 def _refuse_impossible_rate(spec: RunSpec, cluster: Cluster, seconds: float) -> None:

@@ -181,13 +181,14 @@ def describe_largest_parts(residual: Residual) -> str:
     spec, cluster = residual.measured_run.spec, residual.measured_run.cluster
     if metric_kind(measurement.metric) == MEMORY:
         memory = predicted_memory(spec, measurement.metric)
-        live = (name for name in COMPONENTS if name != "allocator")
-        parts = {name: getattr(memory, name) / memory.live for name in live}
+        # The slack of the allocator is no part of the live bytes.
+        live_components = [name for name in COMPONENTS if name != "allocator"]
+        fractions = {name: getattr(memory, name) / memory.live for name in live_components}
     else:
         seconds = iteration_seconds(spec, cluster)
-        parts = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
-    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
-    return ", ".join(f"{name.replace('_', ' ')} {fraction:.0%}" for name, fraction in largest)
+        fractions = {name: getattr(seconds, name) / seconds.total for name in TIME_COMPONENTS}
+    largest = sorted(fractions, key=lambda name: -fractions[name])[:3]
+    return ", ".join(f"{name.replace('_', ' ')} {fractions[name]:.0%}" for name in largest)
 
 
 @dataclass(frozen=True)
@@ -256,19 +257,21 @@ def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
 
     The result is None if all measurements have the same strategy.
     """
-    times: dict[RunSpec, list[float]] = defaultdict(list)
+    published: dict[RunSpec, list[float]] = defaultdict(list)
+    predicted: dict[RunSpec, float] = {}
     for item in items:
-        times[item.measured_run.spec].append(item.published_seconds)
-    if len(times) < 2:
+        published[item.measured_run.spec].append(item.published_seconds)
+        predicted[item.measured_run.spec] = item.seconds or 0.0
+    if len(published) < 2:
         return None
-    predicted = {item.measured_run.spec: item.seconds or 0.0 for item in items}
     preferred = choose_preferred(predicted, lambda spec: find_peak_rank(spec)[1].total)
     chosen = next(item for item in items if item.measured_run.spec == preferred)
-    medians = {spec: statistics.median(measured) for spec, measured in times.items()}
+    medians = {spec: statistics.median(seconds) for spec, seconds in published.items()}
     regret = medians[preferred] / min(medians.values()) - 1
-    spreads = [
-        max(measured) / min(measured) - 1 for measured in times.values() if len(measured) > 1
-    ]
+    spreads = []
+    for seconds in published.values():
+        if len(seconds) > 1:
+            spreads.append(max(seconds) / min(seconds) - 1)
     return StrategyChoice(len(items), chosen, regret, tuple(spreads))
 
 
@@ -307,8 +310,8 @@ def group_refusals(refused: Iterable[Refusal]) -> list[tuple[str, str, list[int]
     lines: dict[tuple[str, str], list[int]] = defaultdict(list)
     for item in refused:
         lines[item.source, item.reason].append(item.line)
-    ordered = sorted(lines.items(), key=lambda item: -len(item[1]))
-    return [(source, reason, numbers) for (source, reason), numbers in ordered]
+    largest_first = sorted(lines, key=lambda group: -len(lines[group]))
+    return [(source, reason, lines[source, reason]) for source, reason in largest_first]
 
 
 def collect_errors(residuals: Residuals) -> PredictionErrors:

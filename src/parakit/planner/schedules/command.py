@@ -9,7 +9,7 @@ import json
 from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from parakit.config.strategy import PipelineSchedule
 from parakit.costs import (
@@ -103,25 +103,47 @@ def _print_table(timelines: list[SimulatedSchedule]) -> None:
         f"{plural(first.iterations, 'iteration')}"
     )
     columns = (
-        Column[_Measured]("schedule", lambda row: row[0].schedule.paper_name, right=False),
-        Column[_Measured]("time", lambda row: row[0].length, "{:g}".format),
-        Column[_Measured]("idle", lambda row: row[1].idle_fraction, percent),
-        Column[_Measured]("bubble", lambda row: row[1].bubble, "{:.4f}".format),
-        Column[_Measured]("closed form", lambda row: closed_form_bubble(row[0]), "{:.4f}".format),
+        Column[_Measured]("schedule", lambda row: row.timeline.schedule.paper_name, right=False),
+        Column[_Measured]("time", lambda row: row.timeline.length, "{:g}".format),
+        Column[_Measured]("idle", lambda row: row.figures.idle_fraction, percent),
+        Column[_Measured]("bubble", lambda row: row.figures.bubble, _format_bubble),
         Column[_Measured](
-            "stored, by stage", lambda row: _join_numbers(row[1].activations), wraps=True
+            "closed form", lambda row: closed_form_bubble(row.timeline), _format_bubble
         ),
-        Column[_Measured](
-            "versions", lambda row: _join_numbers(row[1].weight_versions), wraps=True
-        ),
-        Column[_Measured]("staleness", lambda row: _join_numbers(row[1].staleness), wraps=True),
+        Column[_Measured]("stored, by stage", _stored_activations, wraps=True),
+        Column[_Measured]("versions", _weight_versions, wraps=True),
+        Column[_Measured]("staleness", _staleness, wraps=True),
     )
-    rows = tuple((timeline, measure_schedule(timeline)) for timeline in timelines)
+    rows = tuple(_Measured(timeline, measure_schedule(timeline)) for timeline in timelines)
     console = wide_console()
     console.print(rich_table(Table(columns, rows, title), console.width))
 
 
-_Measured = tuple[SimulatedSchedule, ScheduleFigures]
+class _Measured(NamedTuple):
+    """Timeline of a schedule, and what was measured of it."""
+
+    timeline: SimulatedSchedule
+    figures: ScheduleFigures
+
+
+def _format_bubble(bubble: float) -> str:
+    """Return idle time over working time with four decimals."""
+    return f"{bubble:.4f}"
+
+
+def _stored_activations(row: _Measured) -> str:
+    """Return the stored activations by stage, in micro batches."""
+    return _join_numbers(row.figures.activations)
+
+
+def _weight_versions(row: _Measured) -> str:
+    """Return the number of weight versions by stage."""
+    return _join_numbers(row.figures.weight_versions)
+
+
+def _staleness(row: _Measured) -> str:
+    """Return by how many updates the weights of a gradient are older than the newest, by stage."""
+    return _join_numbers(row.figures.staleness)
 
 
 def _join_numbers(values: Sequence[float]) -> str:
