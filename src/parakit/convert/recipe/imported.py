@@ -143,10 +143,9 @@ def _override_family_flags(arguments: tuple[str, ...], family: str) -> tuple[str
         if default is not None:
             values = VALUE_KINDS[FLAGS[argument].kind].arguments(default)
         overrides += [argument, *values] if values else _undo_family_flag(argument, flags)
-    if "--lr-warmup-fraction" in overrides:
-        # Megatron takes either this flag or `--lr-warmup-iters`.
-        arguments = drop_flags(arguments, ("--lr-warmup-iters",))
-    return (*arguments, *overrides)
+    # Megatron takes either `--lr-warmup-iters` or `--lr-warmup-fraction`.
+    replaced = ("--lr-warmup-iters",) if "--lr-warmup-fraction" in overrides else ()
+    return (*drop_flags(arguments, replaced), *overrides)
 
 
 def _undo_family_flag(flag: str, flags: Flags) -> list[str]:
