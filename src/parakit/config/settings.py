@@ -99,6 +99,16 @@ ALLOW_UNKNOWN_MEGATRON = Setting(
     False,
 )
 
+# A search in Megatron's history.
+GOOD = Setting("GOOD", TEXT, "a commit of MEGATRON_LM=, where the search begins")
+BAD = Setting("BAD", TEXT, "a commit that is verified otherwise, before or after GOOD=")
+AGAINST = Setting(
+    "AGAINST",
+    "reference or good",
+    "good compares with the same strategy in GOOD='s Megatron ({default})",
+    "reference",
+)
+
 # The parity matrix.
 FEATURES = Setting("FEATURES", "words", "families, features, levels of the matrix (all)", ())
 PAGE = Setting(

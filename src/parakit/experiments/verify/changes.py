@@ -47,7 +47,9 @@ class ChangedLines:
         return max(0, self.first_line - line, line - last_line)
 
 
-def list_nearest_changes(checkout: Path, source: str) -> tuple[ChangedLines, ...]:
+def list_nearest_changes(
+    checkout: Path, source: str | None, base: str = ""
+) -> tuple[ChangedLines, ...]:
     """Return the changes of a checkout that are nearest to a source line, the nearest first.
 
     Uncommitted changes count, and so do commits since the upstream branch (`GITHUB_BASE_REF` in a pull request's
@@ -56,15 +58,19 @@ def list_nearest_changes(checkout: Path, source: str) -> tuple[ChangedLines, ...
 
     Args:
         checkout: Root of the Megatron checkout.
-        source: File and line, such as `megatron/core/transformer/mlp.py:120`, relative to the checkout.
+        source: File and line, such as `megatron/core/transformer/mlp.py:120`, relative to the checkout. None returns
+            the first changes in the order of their files.
+        base: Commit that the checkout is compared with; empty finds the commit that a fork started from.
 
     Returns:
         At most three changes. Empty if the folder is no git checkout, if nothing is changed, or if no changed file
         is imported by the source's file directly or through one other file.
     """
-    changes = _list_changes(checkout)
+    changes = _list_changes(checkout, base or _find_fork_point(checkout))
     if not changes:
         return ()
+    if source is None:
+        return tuple(changes[:MAX_CHANGES])
     blamed_file, _, blamed_line = source.rpartition(":")
     depth_by_file = _measure_import_depths(checkout, blamed_file)
     ranked_changes = []
@@ -77,9 +83,11 @@ def list_nearest_changes(checkout: Path, source: str) -> tuple[ChangedLines, ...
     return tuple(change for *_, change in ranked_changes[:MAX_CHANGES])
 
 
-def _list_changes(checkout: Path) -> list[ChangedLines]:
-    """Return all changed lines of Python files below `megatron/`; empty if the folder is no git checkout."""
-    base = _find_fork_point(checkout)
+def _list_changes(checkout: Path, base: str) -> list[ChangedLines]:
+    """Return all lines of Python files below `megatron/` that differ from a commit.
+
+    The result is empty if the folder is no git checkout.
+    """
     diff = run_git(
         checkout, "diff", "--unified=0", "--no-color", "--no-ext-diff", base, "--", "megatron/*.py"
     )

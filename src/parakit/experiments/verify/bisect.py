@@ -1,0 +1,394 @@
+"""Find the commit of Megatron with which a verification changes (`make bisect`).
+
+The commits between GOOD= and BAD= are halved until two neighbours are left that behave differently. Each commit is
+checked out into a worktree outside the user's checkout and verified there (`run_verification`). Verdicts are kept per
+commit in the runs folder, so a command that is repeated continues where it ended. The search follows first parents, so
+a merged branch counts as one commit, and it leaves out commits that change nothing that training executes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_patches.context import run_git
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict, read_verdicts
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT, relative_to_root
+from parakit.config.strategy import count_devices
+from parakit.experiments.verify.changes import ChangedLines, list_nearest_changes
+from parakit.experiments.verify.command import SharedReferences, run_verification
+from parakit.experiments.verify.pairs import PREFIX, LaunchPair, compose_pair, parse_pair
+from parakit.formatting.terminal import say
+from parakit.formatting.units import plural
+from parakit.launch import Options, format_make_command
+
+Judge = Callable[[str], VerifyVerdict]
+"""Function that verifies the Megatron of a commit and returns the verdict."""
+
+AGAINST_GOOD = "good"
+"""Value of AGAINST= with which the reference is the same strategy in GOOD='s Megatron."""
+EXECUTED_FILES = ("megatron", ":(glob)*.py")
+"""Paths of Megatron's repository that training executes: the package, and the scripts in the root folder."""
+DATASETS = Path("megatron", "core", "datasets")
+DEFAULT_MODEL = "gpt2-tiny"
+DEFAULT_DEVICES = 2
+"""Number of ranks of a strategy whose name leaves it open, such as `zero1`."""
+_SHORT = 12
+"""Number of digits of a commit in folders and messages."""
+_PATHS_AND_NUMBERS = re.compile(r"\S*/\S*|\d+")
+"""Parts of an error message that differ between two runs that fail for the same reason."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """Result of a search: the commits among which the first one with the new behaviour is."""
+
+    candidates: tuple[str, ...]
+    """Commits, the oldest first. It is a single commit if no skipped commit lies before it."""
+    before: VerifyVerdict
+    """Verdict on the last commit with the old behaviour."""
+    after: VerifyVerdict
+    """Verdict on the last candidate, which has the new behaviour."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    """Reasons by commit for commits that behave like neither end of the range."""
+
+    @property
+    def wrong(self) -> VerifyVerdict:
+        """Verdict that names the fault: the one after the change, or the one before it if that one held."""
+        return self.before if self.after.verdict is VerifyOutcome.HELD else self.after
+
+
+def find_change(commits: Sequence[str], judge: Judge) -> Change | None:
+    """Return the first commit that behaves like the last one and not like the first one.
+
+    A commit that behaves like neither is skipped, and the commit nearest to the middle that is not skipped is judged
+    instead.
+
+    Args:
+        commits: At least two commits, the oldest first.
+        judge: Function that verifies a commit.
+
+    Returns:
+        The change; None if both ends of the range behave the same.
+    """
+    old, new = judge(commits[0]), judge(commits[-1])
+    if _behaves_like(new, old):
+        return None
+    verdicts = {0: old, len(commits) - 1: new}
+    skipped: dict[int, str] = {}
+    last_old, first_new = 0, len(commits) - 1
+    while True:
+        untested = [index for index in range(last_old + 1, first_new) if index not in skipped]
+        if not untested:
+            break
+        middle = (last_old + first_new) / 2
+        index = min(untested, key=lambda index: abs(index - middle))
+        verdict = verdicts[index] = judge(commits[index])
+        # A verdict that names another wrong tensor than the new end is still unlike one that held.
+        if _behaves_like(verdict, old, new):
+            last_old = index
+        elif _behaves_like(verdict, new, old):
+            first_new = index
+        else:
+            skipped[index] = verdict.reason or verdict.sentence
+    return Change(
+        candidates=tuple(commits[last_old + 1 : first_new + 1]),
+        before=verdicts[last_old],
+        after=verdicts[first_new],
+        skipped={commits[index]: reason for index, reason in sorted(skipped.items())},
+    )
+
+
+def _behaves_like(
+    verdict: VerifyVerdict, end: VerifyVerdict, other_end: VerifyVerdict | None = None
+) -> bool:
+    """Return True if a verdict shows the behaviour of one end of the range.
+
+    A failed run behaves like another one that failed for the same reason. If both ends differ from the reference, a
+    commit must also have the same first wrong tensor as the end.
+
+    Args:
+        verdict: Verdict on a commit.
+        end: Verdict on the end of the range.
+        other_end: Verdict on the other end; None compares `verdict` and `end` themselves as the two ends.
+    """
+    if verdict.verdict is not end.verdict:
+        return False
+    if end.verdict is VerifyOutcome.NOT_COMPARABLE:
+        return _normalise_reason(verdict) == _normalise_reason(end)
+    if other_end is not None and other_end.verdict is not end.verdict:
+        return True
+    return (verdict.stage, verdict.module, verdict.tensor) == (end.stage, end.module, end.tensor)
+
+
+def _normalise_reason(verdict: VerifyVerdict) -> str:
+    """Return why nothing could be compared, without paths and numbers, which differ from run to run."""
+    return _PATHS_AND_NUMBERS.sub("", verdict.reason or "")
+
+
+def list_commits(checkout: Path, good: str, bad: str) -> list[str]:
+    """Return the commits between two commits that change what training executes, the oldest first.
+
+    The older of the two commits is the first one of the result. A commit that changes only tests or documentation
+    is left out, because it behaves like its predecessor.
+
+    Args:
+        checkout: A clone of Megatron-LM.
+        good: Name of a commit, a branch or a tag (GOOD=).
+        bad: The same (BAD=). Either of the two may be the older one.
+
+    Raises:
+        LaunchError: The clone does not have a commit, none of the two is an ancestor of the other, or no commit
+            between them changes what training executes.
+    """
+    hashes = []
+    for variable, name in (("GOOD", good), ("BAD", bad)):
+        commit = run_git(checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
+        if not commit:
+            raise LaunchError(
+                f"{variable}={name} is no commit of MEGATRON_LM={checkout}; fetch it there, or name another one."
+            )
+        hashes.append(commit)
+    base = run_git(checkout, "merge-base", *hashes).strip()
+    if base not in hashes:
+        alternative = (
+            f"for instance their common ancestor {base[:_SHORT]}" if base else "of one branch"
+        )
+        raise LaunchError(
+            f"GOOD={good} and BAD={bad} are on different branches; name two commits of which one is an ancestor "
+            f"of the other, {alternative}."
+        )
+    newest = hashes[1] if base == hashes[0] else hashes[0]
+    first_parents = ("rev-list", "--first-parent", "--reverse", f"{base}..{newest}")
+    commits = run_git(checkout, *first_parents, "--", *EXECUTED_FILES).split()
+    if not commits:
+        raise LaunchError(
+            f"No commit between GOOD={good} and BAD={bad} changes what training executes; name two other commits."
+        )
+    return [base, *commits]
+
+
+@dataclass(frozen=True)
+class CommitVerifier:
+    """Verifies one question with the Megatron of any commit, and keeps the verdicts in a folder."""
+
+    megatron_lm: Path
+    """The clone of Megatron-LM that has the commits. Its own files stay as they are."""
+    pair: LaunchPair
+    """Strategy and reference. The Megatron of its job is replaced by the one of a commit."""
+    folder: Path
+    """Folder of the kept verdicts, with a folder per commit."""
+    console: Console
+    reference_checkout: Path | None = None
+    """Megatron of the reference; None trains the reference with the commit's Megatron, too."""
+
+    def verify_commit(self, commit: str) -> VerifyVerdict:
+        """Return the kept verdict on a commit, or verify the commit and keep its verdict.
+
+        A commit that cannot be built or composed gives a verdict `not comparable` with the reason.
+        """
+        results = self.folder / commit[:_SHORT]
+        verdicts = list(read_verdicts(results))
+        verdict = verdicts[0] if verdicts else self._verify_in_worktree(commit, results)
+        kept = " (kept)" if verdicts else ""
+        say(self.console, f"{commit[:_SHORT]} {verdict.sentence}{kept}")
+        return verdict
+
+    def _verify_in_worktree(self, commit: str, results: Path) -> VerifyVerdict:
+        """Verify a commit in a new worktree, which is removed at the end, and return the verdict."""
+        # What an interrupted verification has left there would stand beside the new runs.
+        shutil.rmtree(results, ignore_errors=True)
+        scratch = self.folder / f".{commit[:_SHORT]}"
+        shared = None
+        if self.reference_checkout is not None:
+            shared = SharedReferences(self.folder / "references")
+        try:
+            with make_worktree(self.megatron_lm, commit, scratch / "checkout") as checkout:
+                options = replace(
+                    self.pair.job.options,
+                    megatron_lm=self.reference_checkout or checkout,
+                    allow_unknown_megatron=True,
+                    # Initial weights of another commit may have other names.
+                    runs=scratch,
+                )
+                pair = replace(
+                    self.pair,
+                    job=self.pair.job.with_options(options),
+                    megatron_lm=checkout if self.reference_checkout else None,
+                )
+                quiet = Console(quiet=True)
+                return run_verification(compose_pair(pair), quiet, results, shared=shared).verdict
+        except LaunchError as error:
+            return VerifyVerdict(VerifyOutcome.NOT_COMPARABLE, reason=str(error))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def make_worktree(megatron_lm: Path, commit: str, folder: Path) -> Iterator[Path]:
+    """Yield `folder` with the files of a commit, and remove it at the end of the `with` block.
+
+    The compiled helpers of data sets are copied from the installed Megatron, because compiling them takes as long as a
+    verification.
+
+    Raises:
+        LaunchError: git cannot check out the commit.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    run_git(megatron_lm, "worktree", "prune")
+    run_git(megatron_lm, "worktree", "add", "--detach", "--force", str(folder.resolve()), commit)
+    try:
+        if not (folder / "megatron").is_dir():
+            raise LaunchError(
+                f"git cannot check out {commit[:_SHORT]} of MEGATRON_LM={megatron_lm}; see 'git worktree add' there."
+            )
+        copy_dataset_helpers(folder)
+        yield folder
+    finally:
+        run_git(megatron_lm, "worktree", "remove", "--force", str(folder.resolve()))
+
+
+def copy_dataset_helpers(checkout: Path) -> None:
+    """Copy the compiled helpers of data sets from the installed Megatron into a checkout.
+
+    Nothing is copied if no Megatron is installed, or if its helpers are not compiled.
+    """
+    try:
+        installed = Path(str(distribution("megatron-core").locate_file(DATASETS)))
+    except PackageNotFoundError:
+        return
+    for library in installed.glob("helpers_cpp*.so"):
+        shutil.copy(library, checkout / DATASETS)
+
+
+def bisect_megatron(
+    megatron_lm: Path,
+    good: str,
+    bad: str,
+    strategy: str,
+    variables: Namespace,
+    options: Options,
+    console: Console,
+    against: str = "",
+) -> int:
+    """Run `make bisect`: print the first commit whose verification differs, its first wrong tensor and its change.
+
+    Args:
+        megatron_lm: A clone of Megatron-LM with its history.
+        good: A commit, a branch or a tag.
+        bad: A commit, a branch or a tag that is verified differently. It may also be the older one.
+        strategy: Strategy to verify.
+        variables: Further arguments of a verification, such as REFERENCE=.
+        options: Make variables of all runs.
+        console: Shows progress and the result.
+        against: `good` compares the strategy with the same strategy in GOOD='s Megatron; otherwise the strategy is
+            compared with its reference in the same Megatron.
+
+    Returns:
+        The exit code: 0 if a single commit is left, 1 if skipped commits leave several.
+
+    Raises:
+        LaunchError: The range or the verification is refused, or both ends of the range behave the same.
+    """
+    megatron_lm = megatron_lm.resolve()
+    commits = list_commits(megatron_lm, good, bad)
+    devices = count_devices(strategy, otherwise=DEFAULT_DEVICES)
+    model = Path(options.model).stem if options.model else DEFAULT_MODEL
+    pair = parse_pair(f"{PREFIX}{strategy}-{model}-{devices}cpu", variables, options)
+    good_commit = ""
+    if against == AGAINST_GOOD:
+        pair = replace(pair, reference=strategy)
+        good_commit = run_git(megatron_lm, "rev-parse", f"{good}^{{commit}}").strip()
+    folder = options.runs / f"bisect-{pair.job.name}-{_hash_question(pair, good_commit)}"
+    say(
+        console,
+        f"{plural(len(commits) - 1, 'commit')} to search; verdicts: {relative_to_root(folder)}",
+    )
+    verifier = CommitVerifier(megatron_lm, pair, ROOT / folder, console)
+    if good_commit:
+        with make_worktree(megatron_lm, good_commit, ROOT / folder / ".good") as checkout:
+            verifier = replace(verifier, reference_checkout=checkout)
+            change = find_change(commits, verifier.verify_commit)
+    else:
+        change = find_change(commits, verifier.verify_commit)
+    if change is None:
+        raise LaunchError(
+            f"GOOD={good} and BAD={bad} are verified with the same result; name two commits that differ, or other "
+            "flags with EXTRA=."
+        )
+    _print_change(change, verifier, good_commit)
+    return int(len(change.candidates) > 1)
+
+
+def _hash_question(pair: LaunchPair, good_commit: str) -> str:
+    """Return a hash of everything but the commit that decides a verdict: the make variables, and AGAINST='s commit."""
+    variables = {name: text for name, text in pair.variables.items() if name != "MEGATRON_LM"}
+    return hashlib.sha256(repr((sorted(variables.items()), good_commit)).encode()).hexdigest()[:8]
+
+
+def _print_change(change: Change, verifier: CommitVerifier, good_commit: str) -> None:
+    """Print the commit, the verdicts before and after it, its nearest lines, a command, and skipped commits."""
+    console, megatron_lm = verifier.console, verifier.megatron_lm
+    if len(change.candidates) == 1:
+        say(console, "first commit that is verified differently:", "red")
+    else:
+        number = len(change.candidates)
+        say(console, f"one of {number} commits; the others cannot be verified:", "yellow")
+    for commit in change.candidates:
+        subject = run_git(megatron_lm, "log", "-1", "--format=%as %s", commit).strip()
+        say(console, f"  {commit[:_SHORT]} {subject}")
+    say(console, f"  before   {change.before.sentence}")
+    say(console, f"  after    {change.after.sentence}")
+    first = change.candidates[-1]
+    for lines in list_commit_changes(verifier, first, change.wrong.source):
+        say(console, f"  changed  {lines}")
+    say(console, f"  repeat   {_format_repetition(verifier.pair, first, good_commit)}")
+    for commit, reason in change.skipped.items():
+        say(console, f"  skipped  {commit[:_SHORT]}: {reason}")
+
+
+def list_commit_changes(
+    verifier: CommitVerifier, commit: str, source: str | None
+) -> tuple[ChangedLines, ...]:
+    """Return the lines that a commit changes nearest to the source of the wrong tensor, the nearest first.
+
+    Args:
+        verifier: The clone that has the commit, and the folder for a worktree.
+        commit: The commit, which is compared with its first parent.
+        source: File and line of the wrong tensor; None returns the first changed lines of the commit.
+    """
+    try:
+        with make_worktree(verifier.megatron_lm, commit, verifier.folder / ".changes") as checkout:
+            return list_nearest_changes(checkout, source, base=f"{commit}^")
+    except LaunchError:
+        return ()
+
+
+def _format_repetition(pair: LaunchPair, commit: str, good_commit: str) -> str:
+    """Return the shell commands that check out a commit and verify it.
+
+    With AGAINST=good the first checkout is the one of the reference.
+    """
+    variables = {**pair.variables, "MEGATRON_LM": "../megatron-bisected"}
+    checkouts = [("../megatron-bisected", commit)]
+    if good_commit:
+        variables["MEGATRON_LM"] = "../megatron-good"
+        variables["MEGATRON_LM_B"] = ""
+        variables["ARGS"] = "--megatron-lm-b ../megatron-bisected"
+        checkouts.append(("../megatron-good", good_commit))
+    variables["ALLOW_UNKNOWN_MEGATRON"] = "1"
+    commands = [
+        f"git -C $MEGATRON_LM worktree add --detach $PWD/{folder} {hash_[:_SHORT]}"
+        for folder, hash_ in checkouts
+    ]
+    return " && ".join((*commands, format_make_command(pair.target, variables)))

@@ -1,0 +1,189 @@
+"""The commit with which a verification changes is found, and what cannot be verified is skipped."""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from parakit.artifacts.capture import CaptureStage
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
+from parakit.config.errors import LaunchError
+from parakit.experiments.verify.bisect import find_change, list_commits, make_worktree
+from parakit.experiments.verify.changes import list_nearest_changes
+
+HELD = VerifyVerdict(VerifyOutcome.HELD, worst_ratio=0.25)
+LAYER = "megatron/core/layer.py"
+
+
+def differs(module: str) -> VerifyVerdict:
+    return VerifyVerdict(
+        VerifyOutcome.DIFFERS, stage=CaptureStage.OUTPUTS, module=module, tensor="output"
+    )
+
+
+def fails(reason: str) -> VerifyVerdict:
+    return VerifyVerdict(VerifyOutcome.NOT_COMPARABLE, reason=reason)
+
+
+def judge_from(verdicts: dict[str, VerifyVerdict]) -> Callable[[str], VerifyVerdict]:
+    return verdicts.__getitem__
+
+
+def git(checkout: Path, *arguments: str) -> str:
+    """Run git as a fixed author, so that it commits on a machine without a configured one."""
+    author = ("-c", "user.name=a", "-c", "user.email=a@localhost", "-c", "commit.gpgsign=false")
+    process = subprocess.run(
+        ("git", "-C", str(checkout), *author, *arguments),
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    return process.stdout
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """Return a repository of 16 commits on main, `c0` to `c15`; the layer's factor is 2 from `c11` on.
+
+    `c4` changes only documentation, and `side` is a branch that starts at `c3`.
+    """
+    folder = tmp_path / "clone"
+    layer = folder / LAYER
+    layer.parent.mkdir(parents=True)
+    git(folder, "init", "--initial-branch=main")
+    for number in range(16):
+        factor = 2 if number >= 11 else 1
+        if number == 4:
+            (folder / "README.md").write_text("text\n")
+        else:
+            layer.write_text(f"FACTOR = {factor}\n\n\nNUMBER = {number}\n")
+        git(folder, "add", ".")
+        git(folder, "commit", "-m", f"c{number}")
+        git(folder, "tag", f"c{number}")
+        if number == 3:
+            git(folder, "branch", "side")
+    git(folder, "checkout", "side")
+    layer.write_text("FACTOR = 3\n")
+    git(folder, "commit", "-a", "-m", "on the side")
+    git(folder, "checkout", "main")
+    return folder
+
+
+def judge_files(clone: Path, unbuilt: tuple[str, ...] = ()) -> Callable[[str], VerifyVerdict]:
+    """Return a judge that reads the layer's factor in a worktree, and cannot build the commits `unbuilt`."""
+    unbuilt_hashes = {git(clone, "rev-parse", name).strip() for name in unbuilt}
+
+    def judge(commit: str) -> VerifyVerdict:
+        if commit in unbuilt_hashes:
+            return fails("it does not build")
+        with make_worktree(clone, commit, clone.parent / "work" / "checkout") as checkout:
+            return differs("layer") if "FACTOR = 2" in (checkout / LAYER).read_text() else HELD
+
+    return judge
+
+
+@pytest.fixture(autouse=True)
+def _without_installed_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "parakit.experiments.verify.bisect.copy_dataset_helpers", lambda checkout: None
+    )
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("good", "bad"), [("c0", "c15"), ("c15", "c0")])
+def test_the_first_commit_that_differs_is_found_whichever_end_is_older(
+    clone: Path, good: str, bad: str
+) -> None:
+    change = find_change(list_commits(clone, good, bad), judge_files(clone))
+    assert change is not None
+    assert change.candidates == (git(clone, "rev-parse", "c11").strip(),)
+    assert (change.before, change.after, change.wrong) == (HELD, differs("layer"), differs("layer"))
+    assert change.skipped == {}
+
+
+@pytest.mark.ranks
+def test_the_lines_of_the_commit_are_named_without_a_source_and_the_clone_stays_as_it_is(
+    clone: Path,
+) -> None:
+    with make_worktree(clone, "c11", clone.parent / "work") as checkout:
+        changes = list_nearest_changes(checkout, f"{LAYER}:4", base="c11^")
+        assert list(map(str, changes)) == [f"{LAYER}:4", f"{LAYER}:1"]
+        assert next(map(str, list_nearest_changes(checkout, None, base="c11^"))) == f"{LAYER}:1"
+    assert not (clone.parent / "work").exists()
+    assert git(clone, "status", "--porcelain") == ""
+    assert len(git(clone, "worktree", "list").splitlines()) == 1
+
+
+@pytest.mark.ranks
+def test_commits_that_cannot_be_verified_are_skipped_and_listed(clone: Path) -> None:
+    commits = list_commits(clone, "c0", "c15")
+    change = find_change(commits, judge_files(clone, unbuilt=("c7", "c8")))
+    assert change is not None
+    assert change.candidates == (git(clone, "rev-parse", "c11").strip(),)
+    assert set(change.skipped.values()) == {"it does not build"}
+
+
+@pytest.mark.ranks
+def test_skipped_commits_before_the_change_stay_candidates(clone: Path) -> None:
+    commits = list_commits(clone, "c0", "c15")
+    change = find_change(commits, judge_files(clone, unbuilt=("c9", "c10")))
+    assert change is not None
+    names = [git(clone, "log", "-1", "--format=%s", commit).strip() for commit in change.candidates]
+    assert names == ["c9", "c10", "c11"]
+
+
+@pytest.mark.ranks
+def test_commits_of_documentation_alone_are_not_searched(clone: Path) -> None:
+    commits = list_commits(clone, "c0", "c6")
+    names = [git(clone, "log", "-1", "--format=%s", commit).strip() for commit in commits]
+    assert names == ["c0", "c1", "c2", "c3", "c5", "c6"]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("good", "bad", "message"),
+    [
+        ("c0", "c99", "BAD=c99 is no commit"),
+        ("c3", "c4", "changes what training executes"),
+        ("side", "c9", "are on different branches"),
+    ],
+)
+def test_ranges_without_a_line_of_commits_are_refused(
+    clone: Path, good: str, bad: str, message: str
+) -> None:
+    with pytest.raises(LaunchError, match=message):
+        list_commits(clone, good, bad)
+
+
+def test_ends_that_behave_the_same_have_no_change() -> None:
+    assert find_change("ab", judge_from({"a": HELD, "b": HELD})) is None
+    wrong = differs("layer")
+    assert find_change("ab", judge_from({"a": wrong, "b": wrong})) is None
+
+
+def test_a_failure_of_another_reason_is_skipped_and_paths_and_numbers_are_no_reason() -> None:
+    verdicts = {
+        "a": fails("KeyError 17. The log is /tmp/a/log.txt"),
+        "b": fails("KeyError 18. The log is /tmp/b/log.txt"),
+        "c": fails("no memory"),
+        "d": HELD,
+        "e": HELD,
+    }
+    change = find_change("abcde", judge_from(verdicts))
+    assert change is not None
+    assert change.candidates == ("c", "d")
+    assert change.wrong.reason == verdicts["b"].reason
+    assert change.skipped == {"c": "no memory"}
+
+
+def test_where_both_ends_differ_the_first_wrong_tensor_decides() -> None:
+    verdicts = {
+        "a": differs("mlp"),
+        "b": differs("mlp"),
+        "c": differs("norm"),
+        "d": differs("norm"),
+    }
+    change = find_change("abcd", judge_from(verdicts))
+    assert change is not None
+    assert change.candidates == ("c",)
