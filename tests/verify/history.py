@@ -16,7 +16,6 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from importlib.metadata import distribution
 from pathlib import Path
 
 from packaging.version import Version
@@ -27,13 +26,13 @@ from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.setting import SettingError
+from parakit.experiments.verify.bisect import copy_dataset_helpers
 from parakit.experiments.verify.verifier import Verifier
 from parakit.launch.data import SMALL_SAMPLE, make_sample
 from parakit.launch.options import Options
 from tests.verify.bench import Bench, PatientRanks
 
 HISTORY = ROOT / "docs" / "upstream" / "history.yaml"
-DATASETS = "megatron/core/datasets"
 WRITER = Path("megatron/core/dist_checkpointing/strategies/filesystem_async.py")
 BLOCK = Path("megatron/core/transformer/transformer_block.py")
 LANGUAGE = Path("megatron/core/models/common/language_module/language_module.py")
@@ -146,9 +145,7 @@ def _version(
             reverse = ("patch", "--reverse", "--strip=1", "--fuzz=3", "--force", "--silent")
             subprocess.run(reverse, cwd=checkout, check=True, input=change)
         _fit(checkout)
-        # Compiled helpers of data sets, which take as long to build as a verification.
-        for built in _installed(DATASETS).glob("helpers_cpp*.so"):
-            shutil.copy(built, checkout / DATASETS)
+        copy_dataset_helpers(checkout)
         options = Options(megatron_lm=checkout, allow_unknown_megatron=True)
         with closing(PatientRanks(options)) as ranks:
             verifier = Verifier(Path(scratch), ranks)
@@ -191,10 +188,6 @@ def _fit(checkout: Path) -> None:
 
 def _append(module: Path, *lines: str) -> None:
     module.write_text("\n".join((module.read_text(), *lines, "")))
-
-
-def _installed(folder: str) -> Path:
-    return Path(str(distribution("megatron-core").locate_file(folder)))
 
 
 def verify_history(megatron_lm: Path | None, only: Sequence[str] = ()) -> int:

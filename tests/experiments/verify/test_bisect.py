@@ -9,8 +9,15 @@ import pytest
 from parakit.artifacts.capture import CaptureStage
 from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
-from parakit.experiments.verify.bisect import find_change, list_commits, make_worktree
+from parakit.experiments.verify.bisect import (
+    find_change,
+    format_repetition,
+    list_commits,
+    make_worktree,
+)
 from parakit.experiments.verify.changes import list_nearest_changes
+from parakit.experiments.verify.pairs import LaunchPair
+from parakit.launch import Options, parse_target
 
 HELD = VerifyVerdict(VerifyOutcome.HELD, worst_ratio=0.25)
 LAYER = "megatron/core/layer.py"
@@ -187,3 +194,30 @@ def test_where_both_ends_differ_the_first_wrong_tensor_decides() -> None:
     change = find_change("abcd", judge_from(verdicts))
     assert change is not None
     assert change.candidates == ("c",)
+
+
+@pytest.mark.ranks
+def test_files_that_an_interrupted_search_left_are_replaced(clone: Path) -> None:
+    left = clone.parent / "work" / LAYER
+    left.parent.mkdir(parents=True)
+    left.write_text("FACTOR = 2\n")
+    with make_worktree(clone, "c1", clone.parent / "work") as checkout:
+        assert "FACTOR = 1" in (checkout / LAYER).read_text()
+
+
+def test_the_repeating_command_has_the_flags_and_the_checkout_of_the_commit() -> None:
+    job = parse_target("train-tp2-gpt2-tiny-2cpu", Options(extra=("--swiglu",)))
+    command = format_repetition(LaunchPair(job), Path("/clones/my megatron"), "c" * 40, "")
+    assert command == (
+        "git -C '/clones/my megatron' worktree add --detach $PWD/../megatron-bisected cccccccccccc && "
+        "make verify-tp2-gpt2-tiny-2cpu EXTRA=--swiglu MEGATRON_LM=../megatron-bisected "
+        "ALLOW_UNKNOWN_MEGATRON=1"
+    )
+
+
+def test_the_repeating_command_against_good_has_both_checkouts() -> None:
+    job = parse_target("train-tp2-gpt2-tiny-2cpu")
+    command = format_repetition(LaunchPair(job, "tp2"), Path("/m"), "c" * 40, "a" * 40)
+    assert "worktree add --detach $PWD/../megatron-good aaaaaaaaaaaa &&" in command
+    assert "MEGATRON_LM=../megatron-good" in command
+    assert "ARGS='--megatron-lm-b ../megatron-bisected'" in command

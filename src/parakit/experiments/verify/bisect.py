@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 import shutil
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from megatron_patches.context import run_git
@@ -198,7 +200,7 @@ class CommitVerifier:
         A commit that cannot be built or composed gives a verdict `not comparable` with the reason.
         """
         results = self.folder / commit[:_SHORT]
-        verdicts = list(read_verdicts(results))
+        verdicts = _read_kept_verdicts(results)
         verdict = verdicts[0] if verdicts else self._verify_in_worktree(commit, results)
         kept = " (kept)" if verdicts else ""
         say(self.console, f"{commit[:_SHORT]} {verdict.sentence}{kept}")
@@ -234,6 +236,14 @@ class CommitVerifier:
             shutil.rmtree(scratch, ignore_errors=True)
 
 
+def _read_kept_verdicts(results: Path) -> list[VerifyVerdict]:
+    """Return the verdicts in a commit's folder; none if another version of the kit has written them."""
+    try:
+        return list(read_verdicts(results))
+    except msgspec.ValidationError:
+        return []
+
+
 @contextmanager
 def make_worktree(megatron_lm: Path, commit: str, folder: Path) -> Iterator[Path]:
     """Yield `folder` with the files of a commit, and remove it at the end of the `with` block.
@@ -244,6 +254,8 @@ def make_worktree(megatron_lm: Path, commit: str, folder: Path) -> Iterator[Path
     Raises:
         LaunchError: git cannot check out the commit.
     """
+    # An interrupted search may have left the files of another commit there.
+    shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     run_git(megatron_lm, "worktree", "prune")
     run_git(megatron_lm, "worktree", "add", "--detach", "--force", str(folder.resolve()), commit)
@@ -352,7 +364,7 @@ def _print_change(change: Change, verifier: CommitVerifier, good_commit: str) ->
     first = change.candidates[-1]
     for lines in list_commit_changes(verifier, first, change.wrong.source):
         say(console, f"  changed  {lines}")
-    say(console, f"  repeat   {_format_repetition(verifier.pair, first, good_commit)}")
+    say(console, f"  repeat   {format_repetition(verifier.pair, megatron_lm, first, good_commit)}")
     for commit, reason in change.skipped.items():
         say(console, f"  skipped  {commit[:_SHORT]}: {reason}")
 
@@ -374,10 +386,14 @@ def list_commit_changes(
         return ()
 
 
-def _format_repetition(pair: LaunchPair, commit: str, good_commit: str) -> str:
-    """Return the shell commands that check out a commit and verify it.
+def format_repetition(pair: LaunchPair, megatron_lm: Path, commit: str, good_commit: str) -> str:
+    """Return the shell commands that check out a commit next to the kit's folder, and verify it.
 
-    With AGAINST=good the first checkout is the one of the reference.
+    Args:
+        pair: Strategy and reference.
+        megatron_lm: The clone that has the commits.
+        commit: The commit to verify.
+        good_commit: Commit of the reference with AGAINST=good, which is checked out, too; empty without.
     """
     variables = {**pair.variables, "MEGATRON_LM": "../megatron-bisected"}
     checkouts = [("../megatron-bisected", commit)]
@@ -388,7 +404,7 @@ def _format_repetition(pair: LaunchPair, commit: str, good_commit: str) -> str:
         checkouts.append(("../megatron-good", good_commit))
     variables["ALLOW_UNKNOWN_MEGATRON"] = "1"
     commands = [
-        f"git -C $MEGATRON_LM worktree add --detach $PWD/{folder} {hash_[:_SHORT]}"
+        f"git -C {shlex.quote(str(megatron_lm))} worktree add --detach $PWD/{folder} {hash_[:_SHORT]}"
         for folder, hash_ in checkouts
     ]
     return " && ".join((*commands, format_make_command(pair.target, variables)))

@@ -1,0 +1,88 @@
+"""Bisect a range of Megatron's commits around each fix of docs/upstream/history.yaml to the fix itself.
+
+    python -m tests.verify.bisected CLONE [COMMIT …]
+
+GOOD= is newer than the fix and BAD= older, so the commit that is found is the fix. Prints a line of a table per fix,
+with the processor minutes that its verifications took. Verdicts stay in runs/bisected, so a repeated command continues.
+"""
+
+from __future__ import annotations
+
+import resource
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_patches.context import run_git
+from parakit.config.files import ROOT
+from parakit.experiments.verify.bisect import CommitVerifier, find_change, list_commits
+from parakit.experiments.verify.pairs import LaunchPair
+from parakit.launch.data import SMALL_SAMPLE
+from parakit.launch.job import parse_target
+from parakit.launch.options import Options, read_patch_file
+from tests.verify.bench import SMALL
+from tests.verify.history import HISTORY, Fix, fixes
+
+COMMITS_AFTER, COMMITS_BEFORE = 27, 37
+"""Commits of the range after and before the fix: 64, and the fix is not in the middle."""
+HEAD = "| fix | first commit | searched | verified | processor minutes |\n|---|---|---|---|---|"
+
+
+def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
+    """Return the line of the table for a fix, and whether exactly the fix was found."""
+    full_hash = run_git(clone, "rev-parse", fix.commit).strip()
+    newer = run_git(
+        clone, "rev-list", "--first-parent", "--reverse", f"{full_hash}..origin/HEAD"
+    ).split()
+    commits = list_commits(clone, newer[COMMITS_AFTER - 1], f"{full_hash}~{COMMITS_BEFORE}")
+    options = Options(
+        data=SMALL_SAMPLE,
+        extra=(*shlex.split(fix.flags), *SMALL),
+        patch_file=read_patch_file(str(HISTORY.parent / fix.patch)) if fix.patch else None,
+    )
+    job = parse_target(f"train-{fix.strategy}-{fix.model}-{fix.devices}cpu", options)
+    pair = LaunchPair(job, fix.reference, tuple(shlex.split(fix.own_flags)), resumed=fix.resumed)
+    verifier = CommitVerifier(clone, pair, folder / fix.commit, Console(markup=False))
+
+    before = processor_seconds()
+    change = find_change(commits, verifier.verify_commit)
+    minutes = (processor_seconds() - before) / 60
+    candidates = change.candidates if change else ()
+    verified = len(list((folder / fix.commit).glob("*/verify")))
+    answer = " ".join(candidate[:10] for candidate in candidates) or "both ends behave the same"
+    line = f"| {fix.commit} | {answer} | {len(commits) - 1} | {verified} | {minutes:.1f} |"
+    return line, candidates == (full_hash,)
+
+
+def processor_seconds() -> float:
+    """Return the processor seconds of this process and of all that it has waited for."""
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+def main(clone: Path, only: Sequence[str]) -> int:
+    """Print the table; return 1 if another commit than the fix was found.
+
+    Fixes that are applied to a release in reverse are left out.
+
+    Args:
+        clone: A clone of Megatron-LM with its history.
+        only: Commits of fixes; all if it is empty.
+    """
+    print(HEAD)
+    missed = 0
+    for fix in fixes():
+        if fix.not_run or fix.onto or (only and fix.commit not in only):
+            continue
+        line, is_right = bisect_fix(fix, clone.resolve(), ROOT / "runs" / "bisected")
+        print(line, flush=True)
+        missed += not is_right
+    print(f"{missed} wrong")
+    return int(missed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), sys.argv[2:]))
