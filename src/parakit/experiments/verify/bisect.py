@@ -26,6 +26,7 @@ from megatron_patches.context import run_git
 from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict, read_verdicts
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
+from parakit.config.model import is_model_file, model_name_of_file
 from parakit.config.strategy import count_devices
 from parakit.experiments.verify.changes import ChangedLines, list_nearest_changes
 from parakit.experiments.verify.command import SharedReferences, run_verification
@@ -315,7 +316,9 @@ def bisect_megatron(
     megatron_lm = megatron_lm.resolve()
     commits = list_commits(megatron_lm, good, bad)
     devices = count_devices(strategy, otherwise=DEFAULT_DEVICES)
-    model = Path(options.model).stem if options.model else DEFAULT_MODEL
+    model = options.model or DEFAULT_MODEL
+    if is_model_file(model):
+        model = model_name_of_file(model)
     pair = parse_pair(f"{PREFIX}{strategy}-{model}-{devices}cpu", variables, options)
     good_commit = ""
     if against == AGAINST_GOOD:
