@@ -198,9 +198,9 @@ def test_where_both_ends_differ_the_first_wrong_tensor_decides() -> None:
 
 @pytest.mark.ranks
 def test_files_that_an_interrupted_search_left_are_replaced(clone: Path) -> None:
-    left = clone.parent / "work" / LAYER
-    left.parent.mkdir(parents=True)
-    left.write_text("FACTOR = 2\n")
+    leftover = clone.parent / "work" / LAYER
+    leftover.parent.mkdir(parents=True)
+    leftover.write_text("FACTOR = 2\n")
     with make_worktree(clone, "c1", clone.parent / "work") as checkout:
         assert "FACTOR = 1" in (checkout / LAYER).read_text()
 

@@ -53,7 +53,7 @@ _PATHS_AND_NUMBERS = re.compile(r"\S*/\S*|\d+")
 
 
 @dataclass(frozen=True)
-class Change:
+class CommitChange:
     """Result of a search: the commits among which the first one with the new behaviour is."""
 
     candidates: tuple[str, ...]
@@ -71,7 +71,7 @@ class Change:
         return self.before if self.after.verdict is VerifyOutcome.HELD else self.after
 
 
-def find_change(commits: Sequence[str], judge: Judge) -> Change | None:
+def find_change(commits: Sequence[str], judge: Judge) -> CommitChange | None:
     """Return the first commit that behaves like the last one and not like the first one.
 
     A commit that behaves like neither is skipped, and the commit nearest to the middle that is not skipped is judged
@@ -104,7 +104,7 @@ def find_change(commits: Sequence[str], judge: Judge) -> Change | None:
             first_new = index
         else:
             skipped[index] = verdict.reason or verdict.sentence
-    return Change(
+    return CommitChange(
         candidates=tuple(commits[last_old + 1 : first_new + 1]),
         before=verdicts[last_old],
         after=verdicts[first_new],
@@ -351,7 +351,7 @@ def _hash_question(pair: LaunchPair, good_commit: str) -> str:
     return hashlib.sha256(repr((sorted(variables.items()), good_commit)).encode()).hexdigest()[:8]
 
 
-def _print_change(change: Change, verifier: CommitVerifier, good_commit: str) -> None:
+def _print_change(change: CommitChange, verifier: CommitVerifier, good_commit: str) -> None:
     """Print the commit, the verdicts before and after it, its nearest lines, a command, and skipped commits."""
     console, megatron_lm = verifier.console, verifier.megatron_lm
     if len(change.candidates) == 1:
