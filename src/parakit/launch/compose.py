@@ -35,7 +35,7 @@ from parakit.config.model import (
     replace_vocabulary,
 )
 from parakit.config.run import Backend, DeviceKind, RunSpec, spec_from_flags
-from parakit.config.strategy import UNTIED, parallelism_from_flags, scale_batch
+from parakit.config.strategy import UNTIED, Parallelism, parallelism_from_flags, scale_batch
 from parakit.config.variables import INTERFACES
 from parakit.data import SPLIT_FLAG
 from parakit.launch.code import find_entry, identify_code
@@ -259,52 +259,31 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     options, device = job.options, job.device
     parallelism = parallelism_from_flags((*job.flags, *options.extra), job.devices)
     data, extra = choose_data(options, device)
-    data_arguments = [argument for part in parse_blend(data) for argument in part.arguments]
     model = adapt_model_to_data(job.model, options.extra, data)
     entry = find_entry(options.megatron_lm, runtime.pair)
-    scaled_batch = scale_batch(model.batch, parallelism)
-    is_imported = imported_weights_folder(model) is not None
-    is_shared = is_imported or (
-        device is DeviceKind.CPU if options.shared_start is None else options.shared_start
-    )
-    is_untied = Flags((*model.flags, *job.flags, *options.extra)).has(UNTIED)
-    checkpoint = initial_checkpoint_path(model, entry, options, is_untied) if is_shared else None
-    # An imported model states its own multiple, so that only TP pads its vocabulary.
-    padded_to = model.shape.vocabulary_multiple if is_imported else 128
+    checkpoint = _choose_initial_checkpoint(job, model, entry)
     iterations = options.iterations or (TINY_ITERATIONS if "-tiny" in model.name else ITERATIONS)
-    # Megatron stops, and prepares samples, up to --train-iters of the model's file. ITERS= may be more.
-    train_iterations = Flags(model.flags).integer("--train-iters", iterations)
-    is_longer = bool(options.iterations) and iterations > train_iterations
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
     model_flags = merge_training_flags(model, in_half=device is DeviceKind.GPU)
-    has_split = SPLIT_FLAG in values_by_flag((*job.flags, *extra))
-    requested_flags = merge_flags(model_flags, job.flags, extra)
+    saving: tuple[str, ...] = ()
+    if options.saving:
+        saves_on_signal = options.grace_seconds is not None
+        saving = saving_flags(options.saving, parallelism, entry, saves_on_signal)
+    # Of a flag that several of these have, the last one counts.
     flags = merge_flags(
         model_flags,
         job.flags,
         runtime_flags(device, parallelism, runtime, options, model),
         sharding_flags(parallelism, entry),
-        format_flags(
-            {
-                "--micro-batch-size": options.micro_batch_size or scaled_batch.micro_batch_size,
-                "--global-batch-size": options.global_batch_size or scaled_batch.global_batch_size,
-                "--attention-dropout": options.dropout,
-                "--hidden-dropout": options.dropout,
-                "--seed": options.seed,
-            }
-        ),
-        (DATA_FLAG, *data_arguments),
-        () if has_split else choose_split_flags(data, requested_flags, model.shape.seq_length),
+        _batch_flags(model, parallelism, options),
+        _data_flags(data, model, model_flags, (*job.flags, *extra)),
         null_tokenizer_flags(model.shape.vocabulary, entry.megatron_version),
-        initial_checkpoint_flags(checkpoint, parallelism, padded_to) if checkpoint else (),
-        ("--train-iters", str(iterations)) if is_longer else (),
-        ("--exit-interval", str(iterations), "--log-throughput"),
+        _start_flags(checkpoint, model, parallelism),
+        _iteration_flags(model, iterations, options),
         optimizer_flags(options.optimizer, entry.megatron_version),
         options.wandb.flags if options.wandb else (),
-        saving_flags(options.saving, parallelism, entry, options.grace_seconds is not None)
-        if options.saving
-        else (),
+        saving,
         extra,
     )
     spec = replace(
@@ -333,6 +312,79 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         runtime=add_mounts(runtime, data, options),
         nodes=options.nodes,
     )
+
+
+def _choose_initial_checkpoint(job: Job, model: Model, entry: MegatronEntry) -> Path | None:
+    """Return the folder of the initial checkpoint that a job loads; None if Megatron initializes the weights.
+
+    An imported model loads its own weights. Other models load shared ones on CPU ranks, unless SHARED_START= says
+    otherwise.
+    """
+    options = job.options
+    is_shared = options.shared_start
+    if is_shared is None:
+        is_shared = job.device is DeviceKind.CPU
+    if not is_shared and imported_weights_folder(model) is None:
+        return None
+    is_untied = Flags((*model.flags, *job.flags, *options.extra)).has(UNTIED)
+    return initial_checkpoint_path(model, entry, options, is_untied)
+
+
+def _batch_flags(model: Model, parallelism: Parallelism, options: Options) -> tuple[str, ...]:
+    """Return the flags of batch sizes, dropout and seed. Batch sizes that are not set are scaled as published."""
+    scaled_batch = scale_batch(model.batch, parallelism)
+    return format_flags(
+        {
+            "--micro-batch-size": options.micro_batch_size or scaled_batch.micro_batch_size,
+            "--global-batch-size": options.global_batch_size or scaled_batch.global_batch_size,
+            "--attention-dropout": options.dropout,
+            "--hidden-dropout": options.dropout,
+            "--seed": options.seed,
+        }
+    )
+
+
+def _data_flags(
+    data: str, model: Model, model_flags: Sequence[str], own_flags: Sequence[str]
+) -> tuple[str, ...]:
+    """Return the flags of a data set or a blend, with a split that fits the data.
+
+    Args:
+        data: DATA=, one data set or a blend.
+        model: The model, whose sequence length decides which splits have samples.
+        model_flags: Flags of the model's file. Their split is changed if a part of it would have no sample.
+        own_flags: Flags of the job and of EXTRA=. Their split is kept as it is.
+    """
+    arguments = [argument for part in parse_blend(data) for argument in part.arguments]
+    flags = (DATA_FLAG, *arguments)
+    if SPLIT_FLAG in values_by_flag(own_flags):
+        return flags
+    requested_flags = merge_flags(model_flags, own_flags)
+    return (*flags, *choose_split_flags(data, requested_flags, model.shape.seq_length))
+
+
+def _start_flags(
+    checkpoint: Path | None, model: Model, parallelism: Parallelism
+) -> tuple[str, ...]:
+    """Return the flags that load an initial checkpoint; empty without one."""
+    if checkpoint is None:
+        return ()
+    # An imported model states its own multiple, so that only TP pads its vocabulary.
+    is_imported = imported_weights_folder(model) is not None
+    padded_to = model.shape.vocabulary_multiple if is_imported else 128
+    return initial_checkpoint_flags(checkpoint, parallelism, padded_to)
+
+
+def _iteration_flags(model: Model, iterations: int, options: Options) -> tuple[str, ...]:
+    """Return the flags by which Megatron stops after a number of iterations.
+
+    Megatron prepares samples for the --train-iters of the model's file, and stops there. ITERS= may be more.
+    """
+    flags = ("--exit-interval", str(iterations), "--log-throughput")
+    train_iterations = Flags(model.flags).integer("--train-iters", iterations)
+    if options.iterations and iterations > train_iterations:
+        return ("--train-iters", str(iterations), *flags)
+    return flags
 
 
 def adapt_model_to_data(model: Model, texts: Sequence[str], data: str) -> Model:
