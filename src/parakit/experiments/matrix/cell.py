@@ -54,8 +54,16 @@ class MatrixCell:
     @property
     def id(self) -> str:
         """Family, layout, and a hash of all flags and variables that the cell's runs depend on."""
-        parts = (self.target, *self.flags, "own", *self.strategy_flags)
-        parts = (*parts, str(self.samples), str(self.optimizer), self.patch, str(self.seed))
+        parts = (
+            self.target,
+            *self.flags,
+            "own",  # Separates the flags of both runs from those of the strategy alone.
+            *self.strategy_flags,
+            str(self.samples),
+            str(self.optimizer),
+            self.patch,
+            str(self.seed),
+        )
         digest = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:10]
         return f"{self.family.name}.{self.layout.name}.{digest}"
 
@@ -67,12 +75,22 @@ class MatrixCell:
     @property
     def flags(self) -> tuple[str, ...]:
         """Megatron's flags for strategy and reference."""
-        family, features = self.family, {level.factor for level in self.levels}
+        changed_features = {level.factor for level in self.levels}
         # A default level may have flags too, which count unless another level replaces the default.
-        defaults = [levels[0] for name, levels in family.factors.items() if name not in features]
-        default_flags = [flag for level in defaults for flag in level.flags]
-        level_flags = [flag for level in self.levels for flag in level.flags]
-        return (*family.base, *default_flags, *self.layout.flags, *level_flags, *self.more)
+        default_flags: list[str] = []
+        for feature, levels in self.family.factors.items():
+            if feature not in changed_features:
+                default_flags += levels[0].flags
+        level_flags: list[str] = []
+        for level in self.levels:
+            level_flags += level.flags
+        return (
+            *self.family.base,
+            *default_flags,
+            *self.layout.flags,
+            *level_flags,
+            *self.more,
+        )
 
     @property
     def strategy_flags(self) -> tuple[str, ...]:
@@ -148,20 +166,22 @@ class MatrixCell:
 def apply_known_patches(cell: MatrixCell, known: Iterable[Finding]) -> MatrixCell:
     """Return the cell with patches for the known findings that would show in it and could hide other bugs.
 
-    A finding that ends runs under certain flags is not patched, because it hides nothing in cells without these
-    flags.
+    The cell is unchanged if there is no such finding. A finding that ends runs under certain flags is not patched,
+    because it hides nothing in cells without these flags.
     """
-    findings = [
-        finding
-        for finding in find_uncured(cell, known)
-        if not (finding.fails and (finding.flags or finding.own_flags))
-    ]
-    # A patch cures what comes before its own finding, too.
-    cured_by_later = {finding.behind for finding in findings}
+    findings = []
+    for finding in find_uncured(cell, known):
+        needs_flags = bool(finding.flags or finding.own_flags)
+        if not (finding.fails and needs_flags):
+            findings.append(finding)
+    # The patch of a finding also cures the finding that it is `behind`.
+    cured_by_others = {finding.behind for finding in findings}
     patches = [
-        relative_to_root(finding.patch) for finding in findings if finding.id not in cured_by_later
+        relative_to_root(finding.patch) for finding in findings if finding.id not in cured_by_others
     ]
-    return replace(cell, patch=SEPARATOR.join(patches)) if patches else cell
+    if not patches:
+        return cell
+    return replace(cell, patch=SEPARATOR.join(patches))
 
 
 def find_uncured(cell: MatrixCell, known: Iterable[Finding]) -> list[Finding]:
@@ -214,9 +234,13 @@ def list_split_dimensions(strategy: str, devices: int) -> set[str]:
 
 def find_finding_levels(finding: Finding, family: Family) -> tuple[Level, ...] | None:
     """Return the levels of a family that give a finding's flags; None if no levels give them all."""
-    base_flags = [word for word in family.base if word.startswith("--")]
-    flags = drop_flags(finding.flags, base_flags)
-    levels = [level for level in family.levels if level.flags and has_flags(level.flags, flags)]
+    base_flag_names = [word for word in family.base if word.startswith("--")]
+    missing_flags = drop_flags(finding.flags, base_flag_names)
+    levels = [
+        level for level in family.levels if level.flags and has_flags(level.flags, missing_flags)
+    ]
     chosen = family.add_needed_levels(levels)
     cell_flags = MatrixCell(family, family.layouts[0], chosen).flags
-    return chosen if has_flags(finding.flags, cell_flags) else None
+    if not has_flags(finding.flags, cell_flags):
+        return None
+    return chosen

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 from allpairspy import AllPairs
 
@@ -35,21 +35,25 @@ def choose_cells(
 ) -> list[MatrixCell]:
     """Return cells that cover a family: each legal level in each layout, and pairs of legal levels in some layout.
 
-    Known findings come first, each in every layout that it affects. Cells that only pair two levels come last, so
-    that few entries of the tables are missing if the time ends early. Cells have patches for known findings,
-    except for the finding that a cell is about. Another seed gives other combinations of levels.
+    Cells of known findings come first, one for each layout that a finding affects. Cells that only pair two levels
+    come last, so that few entries of the tables are missing if the time ends early. Cells have patches for known
+    findings, but the cell of a finding has no patch for this finding. Another seed gives other combinations of
+    levels.
     """
     choices = choose_rows(matrix, family, seed)
-    covering = [
-        cell
-        for layout in family.layouts
-        for cell in _choose_covering_cells(matrix, family, layout, choices)
-    ]
+    covering: list[MatrixCell] = []
+    for layout in family.layouts:
+        covering += _choose_covering_cells(matrix, family, layout, choices)
     further = _choose_further_cells(matrix, family, choices, covering)
-    alone = _make_finding_cells(family, known)
-    first = order_by_reference((*alone, *(apply_known_patches(cell, known) for cell in covering)))
-    last = order_by_reference(apply_known_patches(cell, known) for cell in further)
-    seeded = (replace(cell, seed=seed) for cell in (*first, *last))
+    finding_cells = _make_finding_cells(family, known)
+    patched_covering = [apply_known_patches(cell, known) for cell in covering]
+    patched_further = [apply_known_patches(cell, known) for cell in further]
+    cells = (
+        *order_by_reference((*finding_cells, *patched_covering)),
+        *order_by_reference(patched_further),
+    )
+    seeded = [replace(cell, seed=seed) for cell in cells]
+    # Two cells with one id are the same verification, which is made once.
     return list({cell.id: cell for cell in seeded}.values())
 
 
@@ -130,38 +134,61 @@ def order_by_reference(cells: Iterable[MatrixCell]) -> list[MatrixCell]:
 
 
 def choose_rows(matrix: Matrix, family: Family, seed: int = 1) -> list[LevelChoice]:
-    """Return choices of levels in which every two legal levels occur together. The first choice has all defaults."""
+    """Return choices of levels in which every two legal levels occur together. The first choice has all defaults.
+
+    Levels that are combined with no other level (`Level.alone`) are in no choice. Another seed gives other choices.
+    """
     defaults = tuple(levels[0] for levels in family.factors.values())
     generator = random.Random(seed)
-    combinable = [
-        [level for level in levels if not level.alone] for levels in family.factors.values()
-    ]
-    shuffled = [
-        [levels[0], *generator.sample(levels[1:], len(levels) - 1)] for levels in combinable
-    ]
-    # allpairspy wants two features, and one of them with two levels.
-    if max((len(levels) for levels in shuffled), default=0) < 2 or len(shuffled) < 2:
+    combinable: list[list[Level]] = []
+    shuffled: list[list[Level]] = []
+    for feature in family.factors.values():
+        levels = [level for level in feature if not level.alone]
+        combinable.append(levels)
+        shuffled.append([levels[0], *generator.sample(levels[1:], len(levels) - 1)])
+    # allpairspy wants two features, and one of them with two levels. With fewer, no two levels need to be combined.
+    if len(shuffled) < 2 or all(len(levels) < 2 for levels in shuffled):
         return [defaults, *((level, *defaults[1:]) for level in shuffled[0][1:])]
 
     def is_legal(levels: Sequence[Level]) -> bool:
         """Return True if the levels are legal so far, and a full choice has the levels it needs."""
         if not matrix.is_legal(family, levels):
             return False
-        return len(levels) < len(shuffled) or _has_needs(family, tuple(levels))
+        is_full = len(levels) == len(shuffled)
+        return not is_full or _has_needs(family, tuple(levels))
 
-    choices = [defaults, *(tuple(levels) for levels in AllPairs(shuffled, filter_func=is_legal))]
-    choices = list(dict.fromkeys(choices))
+    drawn = (tuple(levels) for levels in AllPairs(shuffled, filter_func=is_legal))
+    choices = list(dict.fromkeys((defaults, *drawn)))
+    return [*choices, *_complete_missing_pairs(matrix, family, choices, combinable)]
+
+
+def _complete_missing_pairs(
+    matrix: Matrix,
+    family: Family,
+    choices: Iterable[LevelChoice],
+    combinable: Iterable[Sequence[Level]],
+) -> list[LevelChoice]:
+    """Return further choices for the legal pairs of levels that occur in none of `choices`.
+
+    The greedy draw of allpairspy may end with legal pairs that it did not reach.
+
+    Args:
+        matrix: The matrix, which says what is legal.
+        family: Family of the levels.
+        choices: The choices so far.
+        combinable: For each feature, the levels that can be combined with others.
+    """
     covered = {pair for choice in choices for pair in combinations(choice, 2)}
-    # The greedy draw of allpairspy may end with legal pairs that it did not reach.
+    further: list[LevelChoice] = []
     for levels, other_levels in combinations(combinable, 2):
-        for pair in ((level, other) for level in levels for other in other_levels):
+        for pair in product(levels, other_levels):
             if pair in covered:
                 continue
             choice = _complete_pair(matrix, family, pair, covered)
             if choice is not None:
-                choices.append(choice)
+                further.append(choice)
                 covered |= set(combinations(choice, 2))
-    return choices
+    return further
 
 
 def _complete_pair(
@@ -172,11 +199,13 @@ def _complete_pair(
 ) -> LevelChoice | None:
     """Return a legal choice of levels that includes a pair of levels; None if there is none.
 
-    For every other feature, the level is chosen that forms most pairs that are not covered yet.
+    For every other feature, the level is chosen that forms most pairs that are not in `covered`.
     """
-    choice = family.fill_with_defaults(family.add_needed_levels(_drop_default_levels(family, pair)))
+    pair_levels = _drop_default_levels(family, pair)
+    choice = family.fill_with_defaults(family.add_needed_levels(pair_levels))
     if not set(pair) <= set(choice) or not matrix.is_legal(family, choice):
         return None
+    # Features of the pair, and of the levels that the pair needs, keep their levels.
     fixed = {level.factor for level in (*pair, *_drop_default_levels(family, choice))}
 
     def count_new_pairs(candidate: LevelChoice) -> int:
@@ -185,14 +214,13 @@ def _complete_pair(
     for index, (factor, levels) in enumerate(family.factors.items()):
         if factor in fixed:
             continue
-        candidates = [
-            (*choice[:index], level, *choice[index + 1 :]) for level in levels if not level.alone
-        ]
-        legal = [
-            candidate
-            for candidate in candidates
-            if _has_needs(family, candidate) and matrix.is_legal(family, candidate)
-        ]
+        legal = []
+        for level in levels:
+            candidate = (*choice[:index], level, *choice[index + 1 :])
+            if level.alone or not _has_needs(family, candidate):
+                continue
+            if matrix.is_legal(family, candidate):
+                legal.append(candidate)
         choice = max(legal, key=count_new_pairs, default=choice)
     return choice
 
@@ -212,8 +240,8 @@ def _choose_covering_cells(
 ) -> list[MatrixCell]:
     """Return cells of one layout in which every level occurs.
 
-    Choices that are legal in the layout are used first. Illegal levels of other choices are then replaced by the
-    defaults. A level that still does not occur gets a cell of its own.
+    Choices that are legal in the layout are used first. Then come the other choices, with the defaults in place of
+    illegal levels. A level that still does not occur gets a cell of its own.
     """
     uncovered = {level for levels in family.factors.values() for level in levels}
     cells: list[MatrixCell] = []
@@ -225,10 +253,10 @@ def _choose_covering_cells(
     for candidates in (choices, adapted):
         legal = [choice for choice in candidates if matrix.is_legal(family, choice, layout.name)]
         while legal:
-            best = max(legal, key=lambda choice: len(uncovered & set(choice)))
-            if not uncovered & set(best):
+            best = max(legal, key=lambda choice: len(uncovered.intersection(choice)))
+            if uncovered.isdisjoint(best):
                 break
-            uncovered -= set(best)
+            uncovered.difference_update(best)
             cells.append(MatrixCell(family, layout, _drop_default_levels(family, best)))
     for level in sorted(uncovered, key=lambda level: level.path):
         if not family.is_default(level):

@@ -261,17 +261,23 @@ def _parse_level(factor: str, name: str, value: str | dict[str, Any]) -> dict[st
 
 
 def _parse_exclusion(names: Sequence[str], layouts: Mapping[str, Layout]) -> Exclusion:
-    """Return an exclusion from its names: levels with a slash, a release as `0.19`, at most one layout.
+    """Return an exclusion from its names: levels with a slash, a release such as `0.19`, at most one layout.
+
+    The layout may be a pattern.
 
     Raises:
-        LaunchError: Two names, or one that matches no layout, are neither levels nor a release.
+        LaunchError: Of the names that are neither levels nor a release, there are two, or one that matches no layout.
     """
     levels = tuple(name for name in names if "/" in name)
     releases = [name for name in names if _RELEASE.fullmatch(name)]
     patterns = [name for name in names if "/" not in name and name not in releases]
-    has_match = any(fnmatchcase(name, pattern) for pattern in patterns for name in layouts)
-    if len(patterns) > 1 or (patterns and not has_match):
+    matches = [name for pattern in patterns for name in layouts if fnmatchcase(name, pattern)]
+    if len(patterns) > 1 or (patterns and not matches):
         raise LaunchError(
             f"{relative_to_root(MATRIX_FILE)}: apart: {', '.join(names)} names no strategy, or two; name one."
         )
-    return Exclusion(levels, layout="".join(patterns), release="".join(releases[:1]))
+    return Exclusion(
+        levels,
+        layout=patterns[0] if patterns else "",
+        release=releases[0] if releases else "",
+    )

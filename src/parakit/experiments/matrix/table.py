@@ -33,17 +33,21 @@ class LevelResult:
     def text(self) -> str:
         """Text of the result in the Markdown table.
 
-        It is the largest error over its tolerance if the level held, such as `✓ 0.42`, and else the sign of its status.
+        If the level held, the text is the largest error over its tolerance, such as `✓ 0.42`. Else it is the sign of
+        the status. A `ᵖ` marks cells that were patched, a `?` a search for the level that has not been made.
         """
         if self.record is None:
             return "–"
         if self.record.is_right:
-            return f"✓{'ᵖ' if self.record.patch else ''} {self.ratio or 0:.2f}"
+            mark = "ᵖ" if self.record.patch else ""
+            return f"✓{mark} {self.ratio or 0:.2f}"
         sign = LEGEND[self.record.status][0]
         if self.is_open:
             return f"{sign}?"
-        names = ", ".join(path.partition("/")[2] for path in self.partners)
-        return f"{sign} with {names}" if names else sign
+        if not self.partners:
+            return sign
+        names = [path.partition("/")[2] for path in self.partners]
+        return f"{sign} with {', '.join(names)}"
 
     @property
     def short(self) -> str:
@@ -99,21 +103,31 @@ def make_tables(matrix: Matrix, records: Iterable[CellRecord]) -> list[FamilyTab
     Levels whose flags the records' version of Megatron does not have are left out.
     """
     all_records = list(records)
-    megatron = Version(all_records[0].megatron.split()[0]) if all_records else Version("0")
+    if not all_records:
+        return []
+    megatron = Version(all_records[0].megatron.split()[0])
     tables = []
     for family in matrix.families:
         family_records = [record for record in all_records if record.family == family.name]
         names = {record.layout for record in family_records}
         layouts = tuple(layout.name for layout in family.layouts if layout.name in names)
-        if not layouts:
-            continue
-        rows = []
-        for level in (level for levels in family.factors.values() for level in levels):
-            if level.is_in(megatron):
-                results = (judge_level(family, level, layout, family_records) for layout in layouts)
-                rows.append(LevelRow(level, tuple(results)))
-        tables.append(FamilyTable(family, layouts, tuple(rows)))
+        if layouts:
+            rows = _make_rows(family, megatron, layouts, family_records)
+            tables.append(FamilyTable(family, layouts, tuple(rows)))
     return tables
+
+
+def _make_rows(
+    family: Family, megatron: Version, layouts: Sequence[str], records: Sequence[CellRecord]
+) -> list[LevelRow]:
+    """Return a row per level of a family that this version of Megatron has, with one result per layout."""
+    rows = []
+    for levels in family.factors.values():
+        for level in levels:
+            if level.is_in(megatron):
+                results = [judge_level(family, level, layout, records) for layout in layouts]
+                rows.append(LevelRow(level, tuple(results)))
+    return rows
 
 
 def judge_level(
@@ -121,45 +135,68 @@ def judge_level(
 ) -> LevelResult:
     """Return the result of a level in a layout, from the records of the cells that have both.
 
-    A wrong cell counts against the levels that are blamed for it. While no level is blamed, a level that is right
-    in another cell counts as right.
+    A cell that did not hold counts against the levels that are blamed for it. A level that is not blamed alone, and
+    is in a cell that held, counts as right.
     """
     is_default = family.is_default(level)
-
-    def has_level(record: CellRecord) -> bool:
-        paths = [path for path in record.levels if path.startswith(f"{level.factor}/")]
-        return record.layout == layout and paths == ([] if is_default else [level.path])
-
-    level_records = [record for record in records if has_level(record)]
+    level_records = [
+        record
+        for record in records
+        if record.layout == layout and _has_level(record, level, is_default)
+    ]
     right = [record for record in level_records if record.is_right]
     wrong = [record for record in level_records if not record.is_right]
     blamed = [record for record in wrong if _is_to_blame(record, level, is_default)]
     if blamed:
-        return LevelResult(max(blamed, key=lambda record: STATUS_ORDER.index(record.status)))
-    blamed_together = [record for record in wrong if level.path in (record.blamed or ())]
-    if right and blamed_together:
-        record = blamed_together[0]
-        partners = tuple(path for path in record.blamed or () if path != level.path)
-        return LevelResult(record, partners=partners)
+        return LevelResult(max(blamed, key=_get_severity))
     if right:
-        # A cell that held without a patch shows more than one that needed a patch.
-        unpatched = [record for record in right if not record.patch] or right
-        ratio = max(record.worst_ratio or 0.0 for record in right)
-        return LevelResult(max(unpatched, key=lambda record: record.worst_ratio or 0.0), ratio)
+        blamed_together = [record for record in wrong if level.path in (record.blamed or ())]
+        if blamed_together:
+            return _make_shared_result(blamed_together[0], level)
+        return _make_held_result(right)
     unexplained = [record for record in wrong if record.blamed is None and not record.finding]
     if unexplained:
-        simplest = min(
-            unexplained,
-            key=lambda record: (len(record.levels), -STATUS_ORDER.index(record.status)),
-        )
+        # The fewer levels a cell has, the fewer may be to blame. Of equally small cells, the worst counts.
+        simplest = min(unexplained, key=lambda record: (len(record.levels), -_get_severity(record)))
         return LevelResult(simplest, is_open=len(simplest.levels) > 1)
     return LevelResult()
 
 
+def _has_level(record: CellRecord, level: Level, is_default: bool) -> bool:
+    """Return True if a record's cell has the level. A cell has a default level if it has no other of the feature."""
+    feature_paths = [path for path in record.levels if path.startswith(f"{level.factor}/")]
+    if is_default:
+        return not feature_paths
+    return feature_paths == [level.path]
+
+
+def _get_severity(record: CellRecord) -> int:
+    """Return the position of a record's status in `STATUS_ORDER`, which begins with `held`."""
+    return STATUS_ORDER.index(record.status)
+
+
+def _make_shared_result(record: CellRecord, level: Level) -> LevelResult:
+    """Return the result of a level that is blamed for a record together with other levels."""
+    partners = tuple(path for path in record.blamed or () if path != level.path)
+    return LevelResult(record, partners=partners)
+
+
+def _make_held_result(right: Sequence[CellRecord]) -> LevelResult:
+    """Return the result of a level from the records of its cells that held, at least one.
+
+    A cell that held without a patch is shown rather than one that needed a patch. The ratio is over both.
+    """
+    shown = [record for record in right if not record.patch] or right
+    deciding = max(shown, key=lambda record: record.worst_ratio or 0.0)
+    ratio = max(record.worst_ratio or 0.0 for record in right)
+    return LevelResult(deciding, ratio)
+
+
 def _is_to_blame(record: CellRecord, level: Level, is_default: bool) -> bool:
-    """Return True if this level alone makes a wrong record wrong, or if the record is wrong without any level."""
+    """Return True if a record that did not hold is due to this level alone, or to no level at all."""
     if record.blamed is not None:
-        return record.blamed == (level.path,) or not record.blamed
+        is_layout_alone = not record.blamed
+        return is_layout_alone or record.blamed == (level.path,)
     if is_default or record.levels[-1:] != (level.path,):
         return False
     # The cell of a known finding, and a cell with this level only, leave no other level to blame.
@@ -177,12 +214,16 @@ def compute_bf16_costs(
 
     Only cells that held are used. None means that no such cell of the layout has this stage.
     """
-    costs: dict[str, dict[str, float]] = {}
+    costs_by_stage: dict[str, dict[str, float]] = {}
     for record in records:
         if not record.is_right or BF16 not in record.levels:
             continue
-        for stage, error in record.stages.items():
-            costs_by_layout = costs.setdefault(stage, {})
-            cost = error.error / BF16_EPSILON
-            costs_by_layout[record.layout] = max(costs_by_layout.get(record.layout, 0.0), cost)
-    return {stage: [row.get(name) for name in layouts] for stage, row in costs.items()}
+        for stage, stage_error in record.stages.items():
+            cost = stage_error.error / BF16_EPSILON
+            costs_by_layout = costs_by_stage.setdefault(stage, {})
+            largest = costs_by_layout.get(record.layout, 0.0)
+            costs_by_layout[record.layout] = max(largest, cost)
+    return {
+        stage: [costs_by_layout.get(layout) for layout in layouts]
+        for stage, costs_by_layout in costs_by_stage.items()
+    }

@@ -6,7 +6,6 @@ stored with the cells of the version. A cell executes the files of its family, i
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -56,33 +55,41 @@ def add_executed_files(
 def select_touched_cells(
     cells: Sequence[MatrixCell], changed: Sequence[str], executed: ExecutedFiles
 ) -> list[MatrixCell]:
-    """Return the cells that may execute a changed file, those that execute most of them first.
+    """Return the cells that may execute a changed file. Cells that execute most changed files come first.
 
-    Cells with a component that was never recorded may execute anything: they come last.
+    A cell with a component whose files were never recorded may execute anything. Such cells come last.
 
     Args:
         cells: Cells in their order, which decides between equals.
         changed: Files, folders or patterns, relative to the folder that holds `megatron`.
         executed: Recorded files by component.
     """
-
-    def is_changed(file: str) -> bool:
-        return any(
-            fnmatchcase(file, pattern) or file.startswith(f"{pattern.rstrip('/')}/")
-            for pattern in changed
-        )
-
     recorded_files: frozenset[str] = frozenset().union(*executed.values())
-    changed_files = frozenset(file for file in recorded_files if is_changed(file))
+    changed_files = frozenset(file for file in recorded_files if _matches_change(file, changed))
 
     def count_changed_files(cell: MatrixCell) -> int:
-        files = itertools.chain(*(executed[name] for name in list_component_names(cell)))
-        return len(changed_files.intersection(files))
+        cell_files = [executed[name] for name in list_component_names(cell)]
+        return len(changed_files.intersection(frozenset().union(*cell_files)))
 
-    recorded = [cell for cell in cells if executed.keys() >= {*list_component_names(cell)}]
+    recorded: list[MatrixCell] = []
+    unrecorded: list[MatrixCell] = []
+    for cell in cells:
+        if all(name in executed for name in list_component_names(cell)):
+            recorded.append(cell)
+        else:
+            unrecorded.append(cell)
     affected = [cell for cell in recorded if count_changed_files(cell)]
     affected.sort(key=count_changed_files, reverse=True)
-    return [*affected, *(cell for cell in cells if cell not in recorded)]
+    return [*affected, *unrecorded]
+
+
+def _matches_change(file: str, changed: Iterable[str]) -> bool:
+    """Return True if a file matches one of the changed files or patterns, or lies in a changed folder."""
+    for pattern in changed:
+        folder = f"{pattern.rstrip('/')}/"
+        if fnmatchcase(file, pattern) or file.startswith(folder):
+            return True
+    return False
 
 
 def list_changed_files(changes: Sequence[str], checkout: Path | None) -> list[str]:
@@ -128,9 +135,12 @@ def record_executed_files(
                 continue
             variable = {variables.EXECUTED: str(scratch)}
             failure = ranks.run(verification.strategy, folder / "executed.txt", variable)
-            if not failure:
-                lines = (line for path in scratch.iterdir() for line in path.read_text().split())
-                yield f"{family.name}/{name}", frozenset(lines)
+            if failure:
+                continue
+            files: set[str] = set()
+            for rank_list in scratch.iterdir():
+                files.update(rank_list.read_text().split())
+            yield f"{family.name}/{name}", frozenset(files)
 
 
 def _list_recorded_cells(matrix: Matrix, family: Family) -> list[tuple[str, MatrixCell]]:
