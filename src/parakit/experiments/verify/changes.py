@@ -110,22 +110,19 @@ def _find_fork_point(checkout: Path) -> str:
     It is the latest ancestor of `HEAD` that is on an upstream branch or tagged as a release: a fork may start from
     a release, whose own commits are not on the main branch.
     """
+    branches = list(_UPSTREAM_BRANCHES)
     pull_request_branch = os.environ.get("GITHUB_BASE_REF")
-    branches = (f"origin/{pull_request_branch}",) if pull_request_branch else ()
-    candidates = [
-        run_git(checkout, "merge-base", "HEAD", branch).strip()
-        for branch in (*branches, *_UPSTREAM_BRANCHES)
-    ]
+    if pull_request_branch:
+        branches.insert(0, f"origin/{pull_request_branch}")
+    candidates = [run_git(checkout, "merge-base", "HEAD", branch).strip() for branch in branches]
     release = ("describe", "--tags", "--abbrev=0", "--match", _RELEASE_TAGS)
     candidates.append(run_git(checkout, *release, "HEAD").strip())
-    commits_by_candidate = {
-        candidate: int(run_git(checkout, "rev-list", "--count", f"{candidate}..HEAD") or 0)
-        for candidate in candidates
-        if candidate
-    }
-    return min(
-        commits_by_candidate, key=lambda candidate: commits_by_candidate[candidate], default="HEAD"
-    )
+    commits_since: dict[str, int] = {}
+    for candidate in candidates:
+        if candidate:
+            commits = run_git(checkout, "rev-list", "--count", f"{candidate}..HEAD")
+            commits_since[candidate] = int(commits or 0)
+    return min(commits_since, key=commits_since.__getitem__, default="HEAD")
 
 
 def _measure_import_depths(checkout: Path, file: str) -> dict[str, int]:
@@ -149,23 +146,36 @@ def _measure_import_depths(checkout: Path, file: str) -> dict[str, int]:
 
 
 def _list_imported_files(checkout: Path, file: str) -> Iterator[str]:
-    """Yield the files of Megatron that a file imports; none if the file cannot be read."""
+    """Yield the files of Megatron that a file imports; none if the file cannot be read or parsed."""
     try:
         tree = ast.parse((checkout / file).read_bytes())
     except (OSError, SyntaxError):
         return
     package = Path(file).parent.parts
     for node in ast.walk(tree):
-        modules: list[str] = []
-        if isinstance(node, ast.Import):
-            modules = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            ancestors = package[: len(package) - node.level + 1] if node.level else ()
-            module = ".".join((*ancestors, *((node.module,) if node.module else ())))
-            # `from package import name` imports the module `package.name`, if there is one.
-            modules = [module, *(f"{module}.{alias.name}" for alias in node.names)]
-        for module in modules:
+        for module in _list_imported_modules(node, package):
+            if not module.startswith("megatron"):
+                continue
             path = module.replace(".", "/")
             for candidate in (f"{path}.py", f"{path}/__init__.py"):
-                if path.startswith("megatron") and (checkout / candidate).is_file():
+                if (checkout / candidate).is_file():
                     yield candidate
+
+
+def _list_imported_modules(node: ast.AST, package: tuple[str, ...]) -> list[str]:
+    """Return the absolute names of the modules that a node may import; empty if the node is no import.
+
+    Args:
+        node: Any node of a file's syntax tree.
+        package: Names of the packages that contain the file, outermost first.
+    """
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    parents: tuple[str, ...] = ()
+    if node.level:  # One dot is the package itself, and each further dot is one package up.
+        parents = package[: len(package) - node.level + 1]
+    module = ".".join((*parents, node.module)) if node.module else ".".join(parents)
+    # `from package import name` imports the module `package.name`, if there is one.
+    return [module, *(f"{module}.{alias.name}" for alias in node.names)]

@@ -126,12 +126,17 @@ class SharedReferences:
 def _hash_reference(launch: Launch) -> str:
     """Return a hash by which reference runs with equal tensors are recognised.
 
-    It has the flags, the number of devices, the program, the patch file and the captured iteration. Everything
-    else is equal for all verifications of one command.
+    The hash is over the flags, the number of devices, the program, the patch file and the captured iteration.
+    Everything else is equal for all verifications of one command.
     """
-    names = (variables.PATCH_FILE_SHA256, variables.CAPTURE_ITERATION)
-    values = (launch.environment.get(name, "") for name in names)
-    parts = (*launch.flags, str(launch.devices), str(launch.entry.path), *values)
+    environment = launch.environment
+    parts = (
+        *launch.flags,
+        str(launch.devices),
+        str(launch.entry.path),
+        environment.get(variables.PATCH_FILE_SHA256, ""),
+        environment.get(variables.CAPTURE_ITERATION, ""),
+    )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -479,13 +484,14 @@ class _IterationVerification:
     def _measure_drift(self, reference: Capture) -> Drift:
         """Return the relative error that rounding in earlier iterations causes in each weight and optimizer state.
 
-        It is measured: the reference is trained `DRIFT_RUNS` times with weights that are changed by rounding.
+        The error is measured: the reference is trained `DRIFT_RUNS` more times, from weights that are changed by
+        rounding.
 
         Raises:
             VerifyError: A run failed.
         """
         launch = self.verification.reference
-        names = (f"reference-drifted-{number}" for number in range(DRIFT_RUNS))
+        names = [f"reference-drifted-{number}" for number in range(DRIFT_RUNS)]
         captures = (self._capture(name, launch, drift=name) for name in names)
         return measure_drift(reference, captures)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parakit.artifacts.capture import SCORES, CapturedRank, CaptureStage
-from parakit.artifacts.verdict import VerifyOutcome
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.formatting.units import plural
 from parakit.logs import Iteration, scrape_log
 from parakit.reporting import (
@@ -25,6 +25,9 @@ from parakit.reporting import (
     last_digit_unit,
 )
 from parakit.verify import NORM, CaptureComparison, Judgement, name_factor
+
+LinePair = tuple[Iteration, Iteration]
+"""The lines of one iteration in the strategy's log and in the reference's log."""
 
 LOG_FILE = "log.txt"
 """Name of a run's log beside the tensors that the run has captured."""
@@ -41,10 +44,10 @@ _EXACT = {
     "number of skipped iterations": "skipped_iterations",
     "number of nan iterations": "nan_iterations",
 }
-"""Values that no rounding changes, by the field that holds them.
+"""Values that no rounding changes: the field of `Iteration` by the name that Megatron prints.
 
-The number of zeros is none of them: a gradient that is all rounding is exactly zero in one layout and
-not in another (tp2 of gpt2-tiny printed 0 zeros where baseline printed 1).
+The number of zeros is left out, because rounding changes it: a gradient that is only rounding is exactly zero under
+one strategy and not under another (tp2 of gpt2-tiny printed 0 zeros where baseline printed 1).
 """
 
 
@@ -53,10 +56,11 @@ class Rounding:
     """The rounding of one iteration that the reference measured, relative to a value."""
 
     loss: float
+    """Rounding of the model's own loss."""
     balancing_loss: float
-    """Of auxiliary, z and MTP losses, which follow from routers' scores too."""
+    """Rounding of auxiliary, z and MTP losses, which follow from routers' scores too."""
     norm: float | None
-    """None where the optimizer computes no norm, which is then not compared."""
+    """Rounding of the gradient norm; None if the optimizer computes no norm, so that none is compared."""
     last_iteration: int | None = None
     """The last iteration that is compared; None compares all."""
 
@@ -66,12 +70,14 @@ class LoggedValue:
     """A value of one iteration that both logs print."""
 
     name: str
-    """As Megatron prints the name."""
+    """Name of the value as Megatron prints it."""
     iteration: int
     ours: float
+    """Value in the strategy's log."""
     reference: float
+    """Value in the reference's log."""
     allowed: float
-    """How far the two may differ."""
+    """Largest absolute difference of the two values that rounding explains."""
     show: Callable[[float], str]
     """Writes a value as Megatron prints it."""
 
@@ -82,12 +88,12 @@ class LoggedValue:
 
     @property
     def differs(self) -> bool:
-        """Return True if the difference is more than rounding; a NaN differs."""
+        """True if the difference is more than rounding explains, or if a value is NaN."""
         return not self.difference <= self.allowed
 
     @property
     def sentence(self) -> str:
-        """Both values and what follows from them."""
+        """Sentence with both values, and who reports the wrong one. It has no full stop."""
         reporter = "the loss function" if self.name.endswith("loss") else "Megatron"
         return (
             f"the log prints {self.name} {self.show(self.ours)} at iteration {self.iteration}, the "
@@ -102,7 +108,7 @@ def compare_logs(
     """Return a judgement with the logs' values compared. It becomes `differs` if a value differs.
 
     Args:
-        judgement: Any judgement; one whose tensors did not hold is returned as it is.
+        judgement: Any judgement; a judgement whose tensors did not hold is returned unchanged.
         ours: The strategy's log.
         reference: The reference's log.
         rank: Any rank of the strategy, for its dtype and its degrees.
@@ -114,18 +120,37 @@ def compare_logs(
     if judgement.verdict.verdict is not VerifyOutcome.HELD or judgement.compared is None:
         return judgement
     rounding = measure_rounding(judgement.compared, rank.dtype, same_backend=same_backend)
-    lines, other_lines = scrape_log(ours).iterations, scrape_log(reference).iterations
-    values = list(list_logged_values(lines, other_lines, rounding))
+    lines, reference_lines = scrape_log(ours).iterations, scrape_log(reference).iterations
+    values = list(list_logged_values(lines, reference_lines, rounding))
     wrong = [value for value in values if value.differs]
-    if not wrong:
-        held = replace(judgement.verdict, logged=_describe_held(values))
-        return replace(judgement, verdict=held)
+    if wrong:
+        verdict = _blame_first_value(judgement.verdict, values, wrong, rank)
+    else:
+        verdict = replace(judgement.verdict, logged=_describe_held(values))
+    return replace(judgement, verdict=verdict)
+
+
+def _blame_first_value(
+    verdict: VerifyVerdict,
+    values: Sequence[LoggedValue],
+    wrong: Sequence[LoggedValue],
+    rank: CapturedRank,
+) -> VerifyVerdict:
+    """Return the verdict changed to `differs`, about the first of the `wrong` logged values.
+
+    Other wrong values are named in the verdict's `also`.
+    """
     first = wrong[0]
-    of_first = [value for value in values if value.name == first.name]
-    kind, factor = _find_kind(of_first, rank)
-    also = dict.fromkeys(f"{CaptureStage.LOG}, {value.name}" for value in wrong)
-    verdict = replace(
-        judgement.verdict,
+    same_name = [value for value in values if value.name == first.name]
+    kind, factor = _find_kind(same_name, rank)
+    other_names = dict.fromkeys(value.name for value in wrong if value.name != first.name)
+    if first.reference:
+        error = first.difference / abs(first.reference)
+        tolerance = first.allowed / abs(first.reference)
+    else:
+        error, tolerance = float("inf"), 0.0
+    return replace(
+        verdict,
         verdict=VerifyOutcome.DIFFERS,
         stage=CaptureStage.LOG,
         module=first.name,
@@ -133,34 +158,43 @@ def compare_logs(
         ranks=(rank.world_size - 1,),  # The last rank prints.
         kind=kind,
         factor=factor,
-        error=first.difference / abs(first.reference) if first.reference else float("inf"),
-        tolerance=first.allowed / abs(first.reference) if first.reference else 0.0,
+        error=error,
+        tolerance=tolerance,
         iteration=first.iteration,
         logged=first.sentence,
-        also=tuple(name for name in also if name != f"{CaptureStage.LOG}, {first.name}"),
+        also=tuple(f"{CaptureStage.LOG}, {name}" for name in other_names),
     )
-    return replace(judgement, verdict=verdict)
 
 
 def measure_rounding(compared: CaptureComparison, dtype: str, *, same_backend: bool) -> Rounding:
-    """Return the rounding of one iteration: the larger of the parity's and the tensors' tolerances."""
+    """Return the rounding of one iteration, relative to a value: what the report's parity allows, or more.
+
+    The rounding is larger if tensors of the capture have larger tolerances. The tolerance of the loss counts for
+    losses, those of routers for balancing losses too, and the tolerance of the gradient norm for the norm.
+
+    Args:
+        compared: The compared tensors, with the tolerances that the reference measured.
+        dtype: Name of the strategy's dtype in PyTorch, such as `bfloat16`.
+        same_backend: Whether Megatron trained the reference, too.
+    """
     short = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
-    rate = max(
-        ROUNDING_PER_ITERATION[short], 0.0 if same_backend else BACKEND_ROUNDING_PER_ITERATION
-    )
-    losses, scores, norms = [rate], [0.0], []
+    parity_rounding = ROUNDING_PER_ITERATION[short]
+    if not same_backend:
+        parity_rounding = max(parity_rounding, BACKEND_ROUNDING_PER_ITERATION)
+    loss_tolerances, router_tolerances, norm_tolerances = [parity_rounding], [0.0], []
     for comparison in compared.comparisons:
         stage, name, slot = comparison.key
+        is_router = name.endswith(".router") or slot == SCORES
         if stage is CaptureStage.LOSS:
-            losses.append(comparison.tolerance)
-        elif stage is CaptureStage.OUTPUTS and (name.endswith(".router") or slot == SCORES):
-            scores.append(comparison.tolerance)
+            loss_tolerances.append(comparison.tolerance)
+        elif stage is CaptureStage.OUTPUTS and is_router:
+            router_tolerances.append(comparison.tolerance)
         elif comparison.key == NORM:
-            norms.append(comparison.tolerance)
+            norm_tolerances.append(comparison.tolerance)
     return Rounding(
-        loss=max(losses),
-        balancing_loss=max(*losses, *scores),
-        norm=max(norms, default=None),
+        loss=max(loss_tolerances),
+        balancing_loss=max(*loss_tolerances, *router_tolerances),
+        norm=max(norm_tolerances, default=None),
         last_iteration=None if short == "fp32" else MAX_HALF_PRECISION_ITERATIONS,
     )
 
@@ -170,33 +204,54 @@ def list_logged_values(
 ) -> Iterator[LoggedValue]:
     """Yield the values that both logs print for an iteration: losses first, then norms, then counters.
 
-    A loss is left out if only one of the two lines is a mean over two iterations.
+    Iterations after `rounding.last_iteration` are left out, and so are the norms if `rounding.norm` is None. A loss is
+    left out if only one of the two lines is a mean over two iterations.
     """
     references = {line.iteration: line for line in reference}
-    pairs = [(line, references[line.iteration]) for line in ours if line.iteration in references]
-    pairs = [
-        pair for pair in pairs if pair[0].iteration <= (rounding.last_iteration or float("inf"))
-    ]
-    alike = [pair for pair in pairs if pair[0].averaged == pair[1].averaged]
-    names = dict.fromkeys(name for pair in alike for name in _read_losses(pair[0]))
+    pairs = []
+    for line in ours:
+        is_compared = rounding.last_iteration is None or line.iteration <= rounding.last_iteration
+        if is_compared and line.iteration in references:
+            pairs.append((line, references[line.iteration]))
+    yield from _list_losses(pairs, rounding)
+    if rounding.norm is not None:
+        yield from _list_norms(pairs, rounding.norm)
+    yield from _list_counters(pairs)
+
+
+def _list_losses(pairs: Sequence[LinePair], rounding: Rounding) -> Iterator[LoggedValue]:
+    """Yield the losses that both lines of a pair print, loss by loss. The names are those of the strategy's lines."""
+    # A mean over two iterations is another value than the loss of one.
+    alike = [(line, other) for line, other in pairs if line.averaged == other.averaged]
+    names = dict.fromkeys(name for line, _ in alike for name in _read_losses(line))
     for name in names:
         relative = rounding.loss if name == _LOSS else rounding.balancing_loss
         for line, other in alike:
-            mine, its = _read_losses(line).get(name), _read_losses(other).get(name)
-            if mine is not None and its is not None:
-                unit = last_digit_unit(max(abs(mine), abs(its)))
-                yield _make_value(name, line.iteration, (mine, its), unit, relative, _format_loss)
-    for line, other in pairs if rounding.norm is not None else ():
+            loss, reference_loss = _read_losses(line).get(name), _read_losses(other).get(name)
+            if loss is not None and reference_loss is not None:
+                losses = (loss, reference_loss)
+                unit = last_digit_unit(max(abs(loss), abs(reference_loss)))
+                yield _make_value(name, line.iteration, losses, unit, relative, _format_loss)
+
+
+def _list_norms(pairs: Sequence[LinePair], rounding: float) -> Iterator[LoggedValue]:
+    """Yield the gradient norms that both lines of a pair print."""
+    for line, other in pairs:
         if line.grad_norm is not None and other.grad_norm is not None:
             norms = (line.grad_norm, other.grad_norm)
-            relative = rounding.norm or 0.0
-            yield _make_value(_NORM, line.iteration, norms, _NORM_UNIT, relative, _format_norm)
+            yield _make_value(_NORM, line.iteration, norms, _NORM_UNIT, rounding, _format_norm)
+
+
+def _list_counters(pairs: Sequence[LinePair]) -> Iterator[LoggedValue]:
+    """Yield the values of `_EXACT` that both lines of a pair print, value by value. They may not differ at all."""
     for name, field in _EXACT.items():
+        show = _format_loss if field == "learning_rate" else _format_count
         for line, other in pairs:
-            mine, its = getattr(line, field), getattr(other, field)
-            if mine is not None and its is not None:
-                show = _format_loss if field == "learning_rate" else _format_count
-                yield LoggedValue(name, line.iteration, mine, its, 0.0, show)
+            value, reference_value = getattr(line, field), getattr(other, field)
+            if value is not None and reference_value is not None:
+                yield LoggedValue(
+                    name, line.iteration, value, reference_value, allowed=0.0, show=show
+                )
 
 
 def _read_losses(line: Iteration) -> dict[str, float]:
@@ -216,8 +271,20 @@ def _make_value(
     rounding: float,
     show: Callable[[float], str],
 ) -> LoggedValue:
-    allowed = allowed_difference(unit, rounding * iteration, max(map(abs, values)))
-    return LoggedValue(name, iteration, *values, allowed=allowed, show=show)
+    """Return a logged value with the difference that rounding explains.
+
+    Args:
+        name: Name of the value as Megatron prints it.
+        iteration: Number of the iteration, with which the rounding grows.
+        values: The strategy's value and the reference's.
+        unit: One unit of the last printed digit.
+        rounding: Rounding of one iteration, relative to the larger value.
+        show: Writes a value as Megatron prints it.
+    """
+    value, reference = values
+    largest = max(abs(value), abs(reference))
+    allowed = allowed_difference(unit, rounding * iteration, largest)
+    return LoggedValue(name, iteration, value, reference, allowed=allowed, show=show)
 
 
 def _format_loss(value: float) -> str:
@@ -235,16 +302,23 @@ def _format_count(value: float) -> str:
 def _find_kind(values: Sequence[LoggedValue], rank: CapturedRank) -> tuple[str, float | None]:
     """Return the kind of error of a wrong value, and the factor by which the value is wrong.
 
-    The factor is None if the iterations do not share one.
+    The kind is `zero`, `factor` with the name of the factor, or `another value`. The factor is None if the
+    iterations do not share one, and if every reference value is 0.
+
+    Args:
+        values: The values of one name, in all iterations.
+        rank: Any rank of the strategy, whose degrees name the factor.
     """
     if all(value.ours == 0 for value in values):
         return "zero", 0.0
     ratios = [value.ours / value.reference for value in values if value.reference]
-    factor = ratios[0] if ratios else 0.0
-    same = all(abs(ratio - factor) <= _SAME_FACTOR * abs(factor) for ratio in ratios)
-    if not factor or not same:
+    if not ratios or ratios[0] == 0:
         return "another value", None
-    return f"factor {name_factor(factor, rank)}", factor
+    factor = ratios[0]
+    largest_deviation = _SAME_FACTOR * abs(factor)
+    if all(abs(ratio - factor) <= largest_deviation for ratio in ratios):
+        return f"factor {name_factor(factor, rank)}", factor
+    return "another value", None
 
 
 def _describe_held(values: Sequence[LoggedValue]) -> str | None:
@@ -257,9 +331,12 @@ def _describe_held(values: Sequence[LoggedValue]) -> str | None:
     rounded = [value for value in values if value.name not in _EXACT]
     if not rounded:
         return None
-    *first_names, last = dict.fromkeys(value.name for value in rounded)
-    names = f"{', '.join(first_names)} and {last}" if first_names else last
-    iterations = plural(len({value.iteration for value in rounded}), "iteration")
-    same = all(value.ours == value.reference for value in rounded)
-    how = "are printed the same" if same else "are printed the same but for rounding"
-    return f"{names} of {iterations} {how}"
+    names = list(dict.fromkeys(value.name for value in rounded))
+    enumeration = names[-1]
+    if len(names) > 1:
+        enumeration = f"{', '.join(names[:-1])} and {names[-1]}"
+    num_iterations = len({value.iteration for value in rounded})
+    how = "are printed the same"
+    if any(value.ours != value.reference for value in rounded):
+        how += " but for rounding"
+    return f"{enumeration} of {plural(num_iterations, 'iteration')} {how}"

@@ -281,18 +281,21 @@ def _make_shared_options(pair: LaunchPair) -> Options:
         LaunchError: The strategy resumes and ITERS= leaves no earlier iteration from which it could resume.
     """
     job, options = pair.job, pair.job.options
-    iteration = options.iterations or (ITERATION_RESUMED if pair.resumed else ITERATION)
+    default_iteration = ITERATION_RESUMED if pair.resumed else ITERATION
+    iteration = options.iterations or default_iteration
     if pair.resumed and iteration < 2:
         raise LaunchError(
             "RESUMED= saves a checkpoint one iteration before ITERS=1, where nothing has been trained; "
             "set ITERS=2 or more."
         )
     micro_batch_size = options.micro_batch_size or MICRO_BATCH
+    global_batch_size = options.global_batch_size
+    if not global_batch_size:
+        global_batch_size = micro_batch_size * _choose_micro_batches(pair)
     dropout = options.dropout
     if dropout is None and pair.reference_strategy != job.strategy:
-        dropout = (
-            0.0  # Different strategies draw different masks. Dropout set by EXTRA= still counts.
-        )
+        # Different strategies draw different masks. Dropout set by EXTRA= still counts.
+        dropout = 0.0
     # torch FSDP2 needs untied weights; the other run would have other weights without the flag.
     untied = (UNTIED,) if UNTIED in job.flags else ()
     dtype = ("--bf16",) if pair.is_bf16 else ()
@@ -301,8 +304,7 @@ def _make_shared_options(pair: LaunchPair) -> Options:
         dropout=dropout,
         iterations=iteration,
         micro_batch_size=micro_batch_size,
-        global_batch_size=options.global_batch_size
-        or micro_batch_size * _choose_micro_batches(pair),
+        global_batch_size=global_batch_size,
         shared_start=True,
         noisy_start=True,
         ledger=False,
@@ -314,8 +316,9 @@ def _make_shared_options(pair: LaunchPair) -> Options:
 def _choose_micro_batches(pair: LaunchPair) -> int:
     """Return the smallest number of micro batches per iteration, over all ranks, that both runs can train.
 
-    It is a multiple of both data-parallel sizes. Each data-parallel rank gets at least `MICRO_BATCHES`, and at
-    least one per pipeline stage. With an interleaved schedule the number is a multiple of twice the stages.
+    The number is a multiple of both data-parallel sizes. Each data-parallel rank gets at least `MICRO_BATCHES` micro
+    batches, and at least one per pipeline stage. With an interleaved schedule, each data-parallel rank gets a
+    multiple of twice the stages.
     """
     all_degrees = [parse_strategy(pair.job.strategy, pair.job.devices)]
     reference = pair.reference_strategy
@@ -324,13 +327,14 @@ def _choose_micro_batches(pair: LaunchPair) -> int:
     # Megatron's interleaved schedule refuses micro batches that are no multiple of the stages. Twice the
     # number of stages lets the schedule leave its warm-up.
     interleaved = [2 * degrees.pipeline for degrees in all_degrees if degrees.virtual_stages > 1]
-    per_replica = math.lcm(*interleaved) if interleaved else MICRO_BATCHES
+    needed_multiple = math.lcm(*interleaved)  # 1 if no schedule is interleaved.
+    per_replica = needed_multiple if interleaved else MICRO_BATCHES
     num_stages = max(degrees.pipeline for degrees in all_degrees)
     if num_stages > per_replica:
         # Rounding up keeps the multiple that the interleaved schedule of the other run needs.
-        multiple = math.lcm(*interleaved)
-        per_replica = math.ceil(num_stages / multiple) * multiple
-    return math.lcm(*(degrees.data for degrees in all_degrees)) * per_replica
+        per_replica = math.ceil(num_stages / needed_multiple) * needed_multiple
+    data_parallel_sizes = [degrees.data for degrees in all_degrees]
+    return math.lcm(*data_parallel_sizes) * per_replica
 
 
 def _compose_reference(reference: str, job: Job) -> Launch:
@@ -378,19 +382,23 @@ def _count_devices(strategy: str, job: Job) -> int:
 def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
     """Return the launch, changed so that it starts from the reference's initial checkpoint.
 
-    The launch is unchanged if one of the two has no initial checkpoint, or if their models have different flags.
+    The path of the checkpoint is replaced in flags and environment. The launch is returned unchanged if one of the
+    two has no initial checkpoint, or if their models have different flags.
     """
-    old_path, new_path = launch.initial_checkpoint, reference.initial_checkpoint
-    if old_path is None or new_path is None or launch.model.flags != reference.model.flags:
+    if launch.initial_checkpoint is None or reference.initial_checkpoint is None:
         return launch
-    old, new = relative_to_root(old_path), relative_to_root(new_path)
+    if launch.model.flags != reference.model.flags:
+        return launch
+    old = relative_to_root(launch.initial_checkpoint)
+    new = relative_to_root(reference.initial_checkpoint)
+    environment = {
+        name: new if value == old else value for name, value in launch.environment.items()
+    }
     return replace(
         launch,
-        initial_checkpoint=new_path,
+        initial_checkpoint=reference.initial_checkpoint,
         flags=tuple(new if word == old else word for word in launch.flags),
-        environment={
-            name: new if value == old else value for name, value in launch.environment.items()
-        },
+        environment=environment,
     )
 
 
