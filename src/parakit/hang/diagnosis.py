@@ -42,11 +42,14 @@ class HangDiagnosis(Presented):
     def text(self) -> str:
         """Lines for a terminal: the verdict, the kind of hang, the next step, the waits, and the watchdog's line."""
         verdict = self.verdict
-        parts = [f"Kind: {verdict.kind}." if verdict.kind else "", verdict.next_step]
-        kind = [" ".join(filter(None, parts))] if any(parts) else []
-        chain = [f"  {wait}" for wait in verdict.chain]
-        watchdog = [f"Watchdog: {line}" for line in self.evidence.timed_out[:1]]
-        return "\n".join([verdict.sentence, *kind, *chain, *watchdog])
+        lines = [verdict.sentence]
+        kind = f"Kind: {verdict.kind}." if verdict.kind else ""
+        kind_and_step = " ".join(part for part in (kind, verdict.next_step) if part)
+        if kind_and_step:
+            lines.append(kind_and_step)
+        lines += [f"  {wait}" for wait in verdict.chain]
+        lines += [f"Watchdog: {line}" for line in self.evidence.timed_out[:1]]
+        return "\n".join(lines)
 
     def show(self, console: Console) -> None:
         """Print the verdict as `parakit why-hang` does, then a line per file that could not be read."""

@@ -64,8 +64,9 @@ def read_dump(path: Path, evidence: RankEvidence) -> list[GroupOfRanks]:
             raise ValueError("it has no list of entries")
         groups = _read_groups(dump.get("pg_config") or {})
         progress = _read_progress(dump.get("pg_status") or {}, groups)
-        entries = sorted(dump["entries"], key=lambda entry: int(entry["record_id"]))[-KEPT_CALLS:]
-        calls = tuple(_read_call(entry) for entry in _apply_batch_ends(entries))
+        entries = sorted(dump["entries"], key=lambda entry: int(entry["record_id"]))
+        kept_entries = _apply_batch_ends(entries[-KEPT_CALLS:])
+        calls = tuple(_read_call(entry) for entry in kept_entries)
         dumped_ns = int(dump.get("dumped_ns") or path.stat().st_mtime_ns)
     except Exception as error:  # A hostile pickle raises anything.
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -102,22 +103,22 @@ def _apply_batch_ends(entries: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     completed_entries: list[dict[str, Any]] = []
     open_batches: dict[tuple[str, int], list[dict[str, Any]]] = {}
     for entry in map(dict, entries):
-        key = str(entry["process_group"][0]), int(entry["p2p_seq_id"])
+        batch_key = str(entry["process_group"][0]), int(entry["p2p_seq_id"])
         is_end = str(entry["profiling_name"]).endswith(":coalesced")
         if entry.get("is_p2p") and not is_end:
-            open_batches.setdefault(key, []).append(entry)
+            open_batches.setdefault(batch_key, []).append(entry)
+        # The end of a batch of collectives has a number among collectives, and needs no change.
         elif is_end and not entry["collective_seq_id"]:
             entry["is_p2p"] = True
-            for message in open_batches.pop(key, ()):
-                message |= {name: entry.get(name) for name in ("state", "retired")}
+            for message in open_batches.pop(batch_key, ()):
+                message["state"] = entry.get("state")
+                message["retired"] = entry.get("retired")
         completed_entries.append(entry)
-    unsent = {
-        id(message)
-        for batch in open_batches.values()
-        for message in batch
-        if _is_batched_message(message)
-    }
-    return [entry for entry in completed_entries if id(entry) not in unsent]
+    # Two messages may have equal entries, so that unsent ones are recognised by their identity.
+    unsent_ids: set[int] = set()
+    for batch in open_batches.values():
+        unsent_ids.update(id(message) for message in batch if _is_batched_message(message))
+    return [entry for entry in completed_entries if id(entry) not in unsent_ids]
 
 
 def _is_batched_message(entry: Mapping[str, Any]) -> bool:
@@ -157,17 +158,20 @@ def _read_call(entry: Mapping[str, Any]) -> RecordedCall:
     peer = _PEERS.match(operation)
     is_point_to_point = bool(entry.get("is_p2p"))
     number = entry["p2p_seq_id"] if is_point_to_point else entry["collective_seq_id"]
-    sizes = tuple(tuple(int(length) for length in size) for size in entry.get("input_sizes") or ())
+    input_sizes = entry.get("input_sizes") or ()
+    sizes = tuple(tuple(int(length) for length in size) for size in input_sizes)
+    dtypes = tuple(str(dtype) for dtype in entry.get("input_dtypes") or ())
+    state = entry.get("state")
     return RecordedCall(
         group=_intern(str(group)),
         description=_intern(str(description)),
         operation=_intern(normalise_operation(operation.partition(" ")[0])),
         number=int(number),
         sizes=_intern(sizes),
-        dtypes=_intern(tuple(str(dtype) for dtype in entry.get("input_dtypes") or ())),
+        dtypes=_intern(dtypes),
         created_ns=int(entry["time_created_ns"]),
-        is_done=bool(entry.get("retired")) or entry.get("state") == "completed",
-        is_started=entry.get("state") == "started",
+        is_done=bool(entry.get("retired")) or state == "completed",
+        is_started=state == "started",
         is_point_to_point=is_point_to_point or peer is not None,
         peer=int(peer[1]) if peer else None,
         frames=_read_frames(entry.get("frames") or ()),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import resource
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -109,18 +109,7 @@ def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
             except (UnreadableDumpError, OSError) as error:
                 gathered.refused.append(str(error))
     _read_logs(gathered)
-    # A file that was refused may have left an empty entry of its rank.
-    reported_ranks = {*gathered.failures, *gathered.stuck}
-    for rank in reported_ranks:
-        gathered.get_rank(rank)
-    known_ranks = [
-        evidence
-        for evidence in gathered.ranks.values()
-        if evidence.is_known or evidence.dumped_ns or evidence.rank in reported_ranks
-    ]
-    ranks = {
-        evidence.rank: evidence for evidence in sorted(known_ranks, key=lambda known: known.rank)
-    }
+    ranks = _select_known_ranks(gathered)
     if not ranks:
         names = " ".join(map(str, paths))
         reason = f" {gathered.refused[0]}" if gathered.refused else ""
@@ -144,6 +133,22 @@ def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
         stuck=tuple(gathered.stuck),
         asked_ns=gathered.asked_ns,
     )
+
+
+def _select_known_ranks(gathered: _GatheredFiles) -> dict[int, RankEvidence]:
+    """Return the evidence of each rank that has any, by rank in rising order.
+
+    A rank that only a log reports, as failed or as stuck, is among them. A file that was refused may have left an
+    empty entry of its rank, which is left out.
+    """
+    reported_ranks = {*gathered.failures, *gathered.stuck}
+    for rank in reported_ranks:
+        gathered.get_rank(rank)
+    ranks: dict[int, RankEvidence] = {}
+    for rank, evidence in sorted(gathered.ranks.items()):
+        if evidence.is_known or evidence.dumped_ns or rank in reported_ranks:
+            ranks[rank] = evidence
+    return ranks
 
 
 def _drop_late_calls(ranks: Collection[RankEvidence]) -> None:
@@ -179,20 +184,24 @@ def _restore_waits(ranks: Collection[RankEvidence], asked_ns: int) -> None:
 
 
 def _name_unknown_operations(ranks: Collection[RankEvidence]) -> None:
-    """Fill in unknown operations of calls in place, with the operation of another rank's call of the same number."""
-    operations = {
-        (call.group, call.number): call.operation
-        for evidence in ranks
-        for call in evidence.calls
-        if call.operation != UNKNOWN_OPERATION and not call.is_point_to_point
-    }
+    """Fill in unknown operations of calls in place, with the operation of another rank's call of the same number.
+
+    An operation stays unknown if no rank recorded it.
+    """
+    operations: dict[tuple[str, int], str] = {}
     for evidence in ranks:
-        evidence.calls = tuple(
-            replace(call, operation=operations.get((call.group, call.number), UNKNOWN_OPERATION))
-            if call.operation == UNKNOWN_OPERATION
-            else call
-            for call in evidence.calls
-        )
+        for call in evidence.calls:
+            if call.operation != UNKNOWN_OPERATION and not call.is_point_to_point:
+                operations[call.group, call.number] = call.operation
+    for evidence in ranks:
+        named_calls = []
+        for call in evidence.calls:
+            operation = operations.get((call.group, call.number))
+            if call.operation == UNKNOWN_OPERATION and operation is not None:
+                named_calls.append(replace(call, operation=operation))
+            else:
+                named_calls.append(call)
+        evidence.calls = tuple(named_calls)
 
 
 def _read_logs(gathered: _GatheredFiles) -> None:
@@ -200,34 +209,44 @@ def _read_logs(gathered: _GatheredFiles) -> None:
     for path in gathered.logs:
         with path.open(errors="replace") as lines:
             log = read_watchdog(lines, _find_rank_of_log(path))
-        gathered.groups += log.groups
-        gathered.stuck += log.stuck
-        gathered.compared += log.compared
-        for timeout in log.timeouts:
-            gathered.timeouts.setdefault(timeout.rank, []).append(timeout)
-        for rank, progress in log.progress.items():
-            evidence = gathered.get_rank(rank)
-            if not evidence.calls:
-                evidence.progress = {**progress, **evidence.progress}
-        if log.absent:
-            _add_barrier(gathered, log.absent)
-        if log.is_rank_uncertain:
-            gathered.refused.append(
-                f"{path} counts ranks within a group that it does not name, as torch before 2.2 does: "
-                "its rank N is rank N of the job only if that group is the one of all ranks."
-            )
-        _add_failure(gathered, path, log)
-        for rank, call in log.unfinished.items():
-            evidence = gathered.get_rank(rank)
-            if rank not in gathered.timeouts:
-                evidence.calls = evidence.calls or (call,)
-    for rank, call in (rank_and_call for pair in gathered.compared for rank_and_call in pair):
-        evidence = gathered.get_rank(rank)
-        evidence.calls = evidence.calls or (call,)
+        _add_log(gathered, path, log)
+    for pair in gathered.compared:
+        for rank, call in pair:
+            _set_missing_calls(gathered.get_rank(rank), [call])
     for rank, timeouts in gathered.timeouts.items():
+        _set_missing_calls(gathered.get_rank(rank), [timeout.call for timeout in timeouts])
+
+
+def _add_log(gathered: _GatheredFiles, path: Path, log: WatchdogLog) -> None:
+    """Add the reports of one log to `gathered`."""
+    gathered.groups += log.groups
+    gathered.stuck += log.stuck
+    gathered.compared += log.compared
+    for timeout in log.timeouts:
+        gathered.timeouts.setdefault(timeout.rank, []).append(timeout)
+    for rank, progress in log.progress.items():
         evidence = gathered.get_rank(rank)
         if not evidence.calls:
-            evidence.calls = tuple(timeout.call for timeout in timeouts)
+            evidence.progress = {**progress, **evidence.progress}
+    if log.absent:
+        _add_barrier(gathered, log.absent)
+    if log.is_rank_uncertain:
+        gathered.refused.append(
+            f"{path} counts ranks within a group that it does not name, as torch before 2.2 does: "
+            "its rank N is rank N of the job only if that group is the one of all ranks."
+        )
+    _add_failure(gathered, path, log)
+    for rank, call in log.unfinished.items():
+        evidence = gathered.get_rank(rank)
+        # The calls of a rank with a timeout are those of its timeouts, which are set after the last log.
+        if rank not in gathered.timeouts:
+            _set_missing_calls(evidence, [call])
+
+
+def _set_missing_calls(evidence: RankEvidence, calls: Iterable[RecordedCall]) -> None:
+    """Set a rank's calls to those that a log reports. A rank that has calls already is unchanged."""
+    if not evidence.calls:
+        evidence.calls = tuple(calls)
 
 
 def _find_rank_of_log(path: Path) -> int | None:

@@ -288,27 +288,43 @@ def _find_collectives_completed_by_all(
             rank: evidence.get_rank(rank).collectives(group.name) for rank in sequences
         }
         has_all_ranks = len(sequences) == len(group.ranks)
-        last_common_number = min(max(calls, default=0) for calls in calls_by_rank.values())
-        seen_signatures: set[Signature] = set()
-        numbers = {number for calls in calls_by_rank.values() for number in calls}
-        for number in sorted(numbers):
-            calls = [calls[number] for calls in calls_by_rank.values() if number in calls]
-            signatures = {call.signature for call in calls}
-            # Outside of training, ranks may come to a common call from different places in the code.
-            if len(signatures) > 1 and not is_outside_training(calls[0].frames):
-                break
-            is_done_by_all = len(calls) == len(calls_by_rank) and all(
-                call.is_done for call in calls
-            )
-            is_certain = has_all_ranks or (
-                number < last_common_number and signatures <= seen_signatures
-            )
+        for number in _find_completed_numbers(calls_by_rank, has_all_ranks=has_all_ranks):
             key = (group.name, number)
-            is_first_of_row = all(key in keys for keys in first_of_row.values())
-            if len(signatures) == 1 and is_done_by_all and is_certain and is_first_of_row:
+            if all(key in first_calls for first_calls in first_of_row.values()):
                 completed.add(key)
-            seen_signatures |= signatures
     return completed
+
+
+def _find_completed_numbers(
+    calls_by_rank: Mapping[int, Mapping[int, RecordedCall]], *, has_all_ranks: bool
+) -> Iterator[int]:
+    """Yield, in rising order, the numbers of a group's collectives that every rank of `calls_by_rank` completed.
+
+    The numbers end before the first collective in which the signatures of the ranks differ, unless that collective
+    is outside of training.
+
+    Args:
+        calls_by_rank: Collectives of the group by rank and number.
+        has_all_ranks: Whether all ranks of the group are in `calls_by_rank`. If some are not, a number is left out
+            if no later number is common to the ranks, or if its signature is new.
+    """
+    last_common_number = min(max(calls, default=0) for calls in calls_by_rank.values())
+    seen_signatures: set[Signature] = set()
+    numbers = {number for calls in calls_by_rank.values() for number in calls}
+    for number in sorted(numbers):
+        calls = [calls[number] for calls in calls_by_rank.values() if number in calls]
+        signatures = {call.signature for call in calls}
+        # Outside of training, ranks may come to a common call from different places in the code.
+        if len(signatures) > 1 and not is_outside_training(calls[0].frames):
+            return
+        has_every_call = len(calls) == len(calls_by_rank)
+        is_done_by_all = has_every_call and all(call.is_done for call in calls)
+        is_certain = has_all_ranks
+        if not has_all_ranks:
+            is_certain = number < last_common_number and signatures <= seen_signatures
+        if len(signatures) == 1 and is_done_by_all and is_certain:
+            yield number
+        seen_signatures |= signatures
 
 
 def _find_first_calls_of_rows(

@@ -51,28 +51,22 @@ def render_page(evidence: HangEvidence, verdict: HangVerdict) -> str:
     """
     groups_with_waits = {call.group for state in evidence.ranks.values() for call in state.pending}
     named_ranks = {*verdict.culprits, *verdict.suspects}
+
+    def sort_key(group: GroupOfRanks) -> tuple[bool, bool, int, tuple[int, ...]]:
+        has_wait = group.name in groups_with_waits
+        has_named_rank = not named_ranks.isdisjoint(group.ranks)
+        return not has_wait, not has_named_rank, len(group.ranks), group.ranks
+
     groups = [
         group
         for group in evidence.groups.values()
         if len(group.ranks) > 1 and any(_collect_calls(evidence, group).values())
     ]
-    groups.sort(
-        key=lambda group: (
-            group.name not in groups_with_waits,
-            named_ranks.isdisjoint(group.ranks),
-            len(group.ranks),
-            group.ranks,
-        )
-    )
-    tables = [
-        _make_table(
-            evidence,
-            verdict,
-            group,
-            is_shown=index < OPEN_GROUPS and group.name in groups_with_waits,
-        )
-        for index, group in enumerate(groups[:SHOWN_GROUPS])
-    ]
+    groups.sort(key=sort_key)
+    tables = []
+    for index, group in enumerate(groups[:SHOWN_GROUPS]):
+        is_shown = index < OPEN_GROUPS and group.name in groups_with_waits
+        tables.append(_make_table(evidence, verdict, group, is_shown=is_shown))
     template = environment(_TEMPLATES).get_template("hang.html.j2")
     return template.render(verdict=verdict, groups=tables, more=len(groups) - len(tables))
 
@@ -87,28 +81,22 @@ def _collect_calls(
 def _make_table(
     evidence: HangEvidence, verdict: HangVerdict, group: GroupOfRanks, *, is_shown: bool
 ) -> TimelineTable:
-    """Return the table of a group's last SHOWN_CALLS calls.
+    """Return the table of a group's last SHOWN_CALLS calls, the last call first.
 
     At most SHOWN_RANKS ranks have a row. Culprits and suspects are chosen first.
     """
     calls_by_rank = _collect_calls(evidence, group)
     numbers = {number for calls in calls_by_rank.values() for number in calls}
+    last_numbers = sorted(numbers, reverse=True)[:SHOWN_CALLS]
     usual_calls = [
-        _find_usual_call(calls_by_rank, number, verdict.culprits)
-        for number in sorted(numbers, reverse=True)[:SHOWN_CALLS]
+        _find_usual_call(calls_by_rank, number, verdict.culprits) for number in last_numbers
     ]
     named_ranks = {*verdict.culprits, *verdict.suspects}
     shown_ranks = sorted(group.ranks, key=lambda rank: rank not in named_ranks)[:SHOWN_RANKS]
-    rows = [
-        (
-            rank,
-            [
-                _make_cell(evidence.get_rank(rank), calls_by_rank[rank], call)
-                for call in usual_calls
-            ],
-        )
-        for rank in sorted(shown_ranks)
-    ]
+    rows = []
+    for rank in sorted(shown_ranks):
+        state, calls = evidence.get_rank(rank), calls_by_rank[rank]
+        rows.append((rank, [_make_cell(state, calls, call) for call in usual_calls]))
     return TimelineTable(
         title=f"{group.label}: {format_ranks(group.ranks)}".capitalize(),
         columns=[(call, locate_frames(call.frames)) for call in usual_calls],
@@ -125,11 +113,16 @@ def _find_usual_call(
 
     Calls of `culprits` are used only if no other rank made a call under this number.
     """
-    calls = {rank: calls[number] for rank, calls in calls_by_rank.items() if number in calls}
-    trusted_calls = [call for rank, call in calls.items() if rank not in culprits]
-    counts = Counter(call.signature for call in trusted_calls or calls.values())
+    calls: list[RecordedCall] = []
+    trusted_calls: list[RecordedCall] = []
+    for rank, calls_of_rank in calls_by_rank.items():
+        if number in calls_of_rank:
+            calls.append(calls_of_rank[number])
+            if rank not in culprits:
+                trusted_calls.append(calls_of_rank[number])
+    counts = Counter(call.signature for call in trusted_calls or calls)
     usual_signature, _ = counts.most_common(1)[0]
-    return next(call for call in calls.values() if call.signature == usual_signature)
+    return next(call for call in calls if call.signature == usual_signature)
 
 
 def _make_cell(

@@ -156,20 +156,23 @@ def is_outside_training(frames: Sequence[Frame]) -> bool:
 
 
 def _find_part(frames: Sequence[Frame]) -> str:
-    """Return the part of the step that a stack is in, found by function names or else by files; empty if unknown."""
-    # torch's Module.train only sets a mode.
-    functions = {
-        frame.function.rpartition(".")[2]
-        for frame in frames
-        if frame.function != "train" or "/torch/" not in frame.file
-    }
+    """Return the part of the training step that a stack is in; empty if unknown.
+
+    Function names decide, unless they only show the training loop or the start of the job. Files decide then.
+    """
+    functions = set()
+    for frame in frames:
+        # torch's Module.train only sets a mode.
+        sets_mode = frame.function == "train" and "/torch/" in frame.file
+        if not sets_mode:
+            functions.add(frame.function.rpartition(".")[2])
     parts = [part for part, members in _PARTS if functions & set(members)]
     if parts and parts[0] not in (TRAINING_LOOP, START_UP):
         return parts[0]
-    parts_of_files = [
-        part for path, part in _FILES_OF_PARTS if any(path in frame.file for frame in frames)
-    ]
-    return next(iter([*parts_of_files, *parts]), "")
+    for path, part in _FILES_OF_PARTS:
+        if any(path in frame.file for frame in frames):
+            return part
+    return parts[0] if parts else ""
 
 
 def _describe_line(frames: Sequence[Frame]) -> str:

@@ -59,9 +59,12 @@ def find_slow_rank(folder: Path) -> SlowRank | None:
     ranks_by_stage: dict[int, list[RankTime]] = {}
     for rank in record.ranks:
         ranks_by_stage.setdefault(rank.rank // ranks_per_stage, []).append(rank)
-    slow_ranks = [slow for ranks in ranks_by_stage.values() if (slow := _find_slowest(ranks))]
+    slowest_per_stage = [_find_slowest(ranks) for ranks in ranks_by_stage.values()]
+    slow_ranks = [slow for slow in slowest_per_stage if slow is not None]
     slowest = max(slow_ranks, key=lambda slow: slow.slowdown, default=None)
-    return slowest if slowest and slowest.slowdown > LEAST_SLOWDOWN else None
+    if slowest is None or slowest.slowdown <= LEAST_SLOWDOWN:
+        return None
+    return slowest
 
 
 def _find_slowest(ranks: list[RankTime]) -> SlowRank | None:

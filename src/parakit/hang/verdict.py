@@ -239,7 +239,8 @@ def _judge_failed_job(waits: Waits) -> HangVerdict:
 def _judge_waits(waits: Waits) -> HangVerdict:
     """Return the verdict on a job with waiting ranks, from the graph of waits and the roots of this graph.
 
-    Roots are ranks that others wait for and that wait for nobody, or cycles of ranks that wait for each other.
+    Roots are ranks that others wait for and that wait for nobody, or cycles of ranks that wait for each other. If
+    the verdict has no culprit, a rank that left the usual order of calls is looked for.
     """
     roots = waits.roots
     ranks_behind = find_ranks_behind(waits)
@@ -253,8 +254,10 @@ def _judge_waits(waits: Waits) -> HangVerdict:
         root_ranks += _find_silent_ranks(waits)
     if ranks_behind:
         return _judge_ranks_behind(waits, ranks_behind, root_ranks)
-    # Of ranks that a log does not mention it is not known that they are missing. Ranks that are apart are known.
-    if root_ranks and not any(waits.evidence.get_rank(rank).is_known for rank in root_ranks):
+    has_known_root = any(waits.evidence.get_rank(rank).is_known for rank in root_ranks)
+    if root_ranks and not has_known_root:
+        # The roots may only be missing from the log. If the log shows ranks at different numbers in one call, these
+        # ranks are known to disagree.
         verdict_on_call = _judge_partly_completed_call(waits)
         if verdict_on_call and _are_waits_only_reported(waits, root_ranks):
             return verdict_on_call
@@ -262,24 +265,27 @@ def _judge_waits(waits: Waits) -> HangVerdict:
     if verdict.culprits or not waits.ranks_in_calls:
         return verdict
     departure = find_departure(waits.evidence, waits.evidence.ranks)
-    return _judge_departure(waits, departure, verdict.sentence) if departure else verdict
+    if departure is None:
+        return verdict
+    return _judge_departure(waits, departure, verdict.sentence)
 
 
 def _find_ranks_that_wait_for_network(waits: Waits) -> set[int]:
     """Return the ranks in an unfinished collective that all its ranks entered and in which nobody waits for them."""
-    awaited = {
-        (wait.awaited_rank, wait.call.group, wait.call.number)
-        for waits_of_rank in waits.waits_by_rank.values()
-        for wait in waits_of_rank
-        if wait.call
-    }
+    awaited_in_calls: set[tuple[int, str, int]] = set()
+    for waits_of_rank in waits.waits_by_rank.values():
+        for wait in waits_of_rank:
+            if wait.call:
+                awaited_in_calls.add((wait.awaited_rank, wait.call.group, wait.call.number))
     ranks = set()
     for group, call in waits.unfinished_collectives:
-        key = (call.group, call.number)
         for rank in group.ranks:
             pending_calls = waits.evidence.get_rank(rank).pending
-            is_in_call = key in [(pending.group, pending.number) for pending in pending_calls]
-            if is_in_call and (rank, *key) not in awaited:
+            is_in_call = any(
+                (pending.group, pending.number) == (call.group, call.number)
+                for pending in pending_calls
+            )
+            if is_in_call and (rank, call.group, call.number) not in awaited_in_calls:
                 ranks.add(rank)
     return ranks
 
@@ -614,13 +620,20 @@ def _find_rank_in_all_pairs(pairs: Sequence[ComparedCalls]) -> int | None:
 
     None means that there is no such rank, that it has a single peer, or that the calls of its peers differ.
     """
-    ranks_in_all = set.intersection(*({rank for rank, _ in pair} for pair in pairs))
+    ranks_by_pair = [{rank for rank, _ in pair} for pair in pairs]
+    ranks_in_all = set.intersection(*ranks_by_pair)
     if len(ranks_in_all) != 1:
         return None
     (odd_rank,) = ranks_in_all
-    peers = {rank: call for pair in pairs for rank, call in pair if rank != odd_rank}
-    distinct_calls = {(call.operation, call.sizes, call.dtypes) for call in peers.values()}
-    return odd_rank if len(peers) > 1 and len(distinct_calls) == 1 else None
+    peer_calls: dict[int, RecordedCall] = {}
+    for pair in pairs:
+        for rank, call in pair:
+            if rank != odd_rank:
+                peer_calls[rank] = call
+    distinct_calls = {(call.operation, call.sizes, call.dtypes) for call in peer_calls.values()}
+    if len(peer_calls) == 1 or len(distinct_calls) != 1:
+        return None
+    return odd_rank
 
 
 def _judge_cycle(waits: Waits, cycle: tuple[int, ...]) -> HangVerdict:
@@ -681,21 +694,18 @@ def _judge_without_roots(waits: Waits) -> HangVerdict:
         (group, call) for group, call in waits.unfinished_collectives if group.is_whole
     ]
     if collectives_of_full_groups:
-        return _judge_uncompleted_call(
-            waits, *min(collectives_of_full_groups, key=lambda pair: pair[1].created_ns)
-        )
-    ranks_outside_calls = [
-        rank
-        for rank, state in evidence.ranks.items()
-        if state.stack and rank not in waits.ranks_in_calls
-    ]
+        group, call = min(collectives_of_full_groups, key=lambda pair: pair[1].created_ns)
+        return _judge_uncompleted_call(waits, group, call)
+    ranks_outside_calls = []
+    ranks_with_threads = []
+    for rank, state in evidence.ranks.items():
+        if rank not in waits.ranks_in_calls:
+            if state.stack:
+                ranks_outside_calls.append(rank)
+        elif state.communicating_threads:
+            ranks_with_threads.append(rank)
     if waits.ranks_in_pipeline_communication and not ranks_outside_calls:
         return _judge_pipeline_communication(waits)
-    ranks_with_threads = [
-        rank
-        for rank, state in evidence.ranks.items()
-        if state.communicating_threads and rank in waits.ranks_in_calls
-    ]
     if ranks_with_threads:
         return _judge_threads(waits, ranks_with_threads)
     if len(ranks_outside_calls) == 1 and waits.ranks_in_calls:

@@ -484,15 +484,18 @@ class _GroupNamer:
         numbers = [int(line.match["number"]) for line in spoken_lines if line.match["number"]]
         if numbers and max(numbers) - min(numbers) > MOST_CALLS_APART:
             return None
-        named = {
+        named_groups = {
             self._name_known_group(spoken.speaker)
             for spoken in spoken_lines
             if spoken.speaker.group is not None
         }
-        if named:
-            return named.pop() if len(named) == 1 else None
-        calls = {(line.match["number"], line.match["operation"]) for line in unnamed}
+        if len(named_groups) > 1:
+            return None
+        if named_groups:
+            (group,) = named_groups
+            return group
         has_prefixes = all(line.match["rank"] for line in unnamed)
+        calls = {(line.match["number"], line.match["operation"]) for line in unnamed}
         return UNNAMED_GROUP if has_prefixes or len(calls) == 1 else None
 
 
