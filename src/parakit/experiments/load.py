@@ -180,25 +180,19 @@ class _Loader:
         """Return the experiment; `axes` replace values of the file, by the field of a cell.
 
         Cells that need a package that is not installed are left out, with a sentence per package.
+
+        Raises:
+            LaunchError: `only` names a label that no entry has, or an entry holds an unknown model or variable.
         """
         file = self.file
-        entries = [entry for cell in file.cells for entry in self._expand_entries(cell, axes)]
+        entries: list[_CellEntry] = []
+        for cell in file.cells:
+            entries += self._expand_entries(cell, axes)
         packages = {entry.needs for entry in entries if entry.needs}
         missing = {name for name in packages if importlib.util.find_spec(name) is None}
-        labels = [entry.label for entry in entries if entry.label]
-        for name in self.only:
-            if name not in labels:
-                raise LaunchError(f"ONLY knows no setting '{name}'; it knows {', '.join(labels)}.")
-        entries = [
-            entry
-            for entry in entries
-            if (entry.label in self.only if self.only else not entry.on_request)
-            and entry.needs not in missing
-        ]
+        chosen = [entry for entry in self._choose_entries(entries) if entry.needs not in missing]
         num_seeds = max(file.repeats, self.options.repeats) if file.repeats_change_seed else 1
-        cells = tuple(
-            self._make_cell(entry, repeat) for repeat in range(num_seeds) for entry in entries
-        )
+        cells = tuple(self._make_cell(entry, seed) for seed in range(num_seeds) for entry in chosen)
         return Experiment(
             report=file.report.format(model=cells[0].job.model.name),
             cells=cells,
@@ -207,11 +201,31 @@ class _Loader:
             left_out=tuple(file.packages[package] for package in sorted(missing)),
         )
 
+    def _choose_entries(self, entries: Sequence[_CellEntry]) -> list[_CellEntry]:
+        """Return the entries whose labels are in `only`; without `only`, all but those with `on_request`.
+
+        Raises:
+            LaunchError: `only` names a label that no entry has.
+        """
+        labels = [entry.label for entry in entries if entry.label]
+        for name in self.only:
+            if name not in labels:
+                raise LaunchError(f"ONLY knows no setting '{name}'; it knows {', '.join(labels)}.")
+        if self.only:
+            return [entry for entry in entries if entry.label in self.only]
+        return [entry for entry in entries if not entry.on_request]
+
     def _expand_entries(
         self, cell: str | Mapping[str, Any], axes: Mapping[str, list[str]]
     ) -> Iterator[_CellEntry]:
-        """Yield an entry per combination of a cell's axes; models vary from small to large."""
+        """Yield an entry per combination of a cell's axes; models vary from small to large.
+
+        Args:
+            cell: A cell of the file: its fields, or only the name of its strategy, to which `axes` do not apply.
+            axes: Values by the field of a cell, which replace those of the file.
+        """
         fields = {"strategy": cell} if isinstance(cell, str) else {**cell, **axes}
+        # Axes come first, in their order. The fields after them do not vary, or are settings.
         ordered = {name: fields[name] for name in AXES.values() if name in fields} | fields
         settings = ordered.pop("settings", {})
         ordered |= settings
@@ -221,6 +235,7 @@ class _Loader:
         axis_values = (value if isinstance(value, list) else [value] for value in ordered.values())
         for values in product(*axis_values):
             entry = dict(zip(ordered, values, strict=True))
+            # Texts may name other fields, as in `{model} under {strategy}`.
             texts = {key: entry[key].format(**entry) for key in ("label", "why") if key in entry}
             entry |= texts
             entry["settings"] = {variable: entry.pop(variable) for variable in settings}

@@ -201,13 +201,12 @@ def order_repeats(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
     Cells with most repeats come first, with all of their repeats. Among cells with equally many repeats, each is
     trained once before any is trained again, so that a slow drift of the machine affects all of them.
     """
-    return [
-        (repeat, cell)
-        for number in sorted({cell.repeats for cell in cells}, reverse=True)
-        for repeat in range(1, number + 1)
-        for cell in cells
-        if cell.repeats == number
-    ]
+    steps: list[tuple[int, Cell]] = []
+    for num_repeats in sorted({cell.repeats for cell in cells}, reverse=True):
+        equal_cells = [cell for cell in cells if cell.repeats == num_repeats]
+        for repeat in range(1, num_repeats + 1):
+            steps += [(repeat, cell) for cell in equal_cells]
+    return steps
 
 
 STATES_NOT_RESUBMITTED = ("queued", "running", Status.OK.value)

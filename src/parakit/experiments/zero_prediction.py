@@ -242,9 +242,11 @@ def scaling_efficiency(
         for prediction in predictions
     }
     # On two nodes, a pipeline with a stage per node is the pipeline of two stages.
-    on_two = seconds.get((method, link, 2)) or seconds.get(("Pipeline", link, 2))
-    on_more = seconds.get((method, link, nodes))
-    return on_two / on_more if on_two and on_more else None
+    seconds_on_two = seconds.get((method, link, 2)) or seconds.get(("Pipeline", link, 2))
+    seconds_on_more = seconds.get((method, link, nodes))
+    if not seconds_on_two or not seconds_on_more:
+        return None
+    return seconds_on_two / seconds_on_more
 
 
 def format_scaling_table(predictions: Sequence[PredictedMethod]) -> str:

@@ -62,7 +62,7 @@ def select_families(
     """Return the requested families, each with only its requested levels and layouts.
 
     The first level of every feature stays, because it is the feature's default. A family without a requested
-    layout is left out, and so is one without a requested level if `features` names levels.
+    layout is left out. A family without a requested level is left out, too, if `features` names levels.
 
     Args:
         matrix: The matrix of all families.
@@ -76,8 +76,13 @@ def select_families(
     """
     family_names = {family.name for family in matrix.families}
     _refuse_unknown_names(matrix, family_names, features, layouts)
-    requested_levels = [name for name in features if not _matches_any(family_names, (name,))]
-    requested_families = [name for name in features if name not in requested_levels]
+    requested_families: list[str] = []
+    requested_levels: list[str] = []
+    for name in features:
+        if _matches_any(family_names, (name,)):
+            requested_families.append(name)
+        else:
+            requested_levels.append(name)
 
     def is_requested(level: Level) -> bool:
         if not level.is_in(megatron):
@@ -97,9 +102,8 @@ def select_families(
             chosen_layouts = tuple(
                 layout for layout in family.layouts if _matches_any((layout.name,), layouts)
             )
-        lacks_levels = bool(requested_levels) and all(
-            len(levels) == 1 for levels in factors.values()
-        )
+        has_defaults_only = all(len(levels) == 1 for levels in factors.values())
+        lacks_levels = bool(requested_levels) and has_defaults_only
         if chosen_layouts and not lacks_levels:
             chosen = msgspec.structs.replace(family, factors=factors, layouts=chosen_layouts)
             families.append(chosen)
@@ -111,20 +115,24 @@ def _refuse_unknown_names(
 ) -> None:
     """Raise LaunchError for the first name that matches no family, feature, level or layout."""
     names = set(family_names)
+    layout_names: set[str] = set()
     for family in matrix.families:
+        layout_names.update(layout.name for layout in family.layouts)
         for levels in family.factors.values():
-            names.update(*map(_list_level_names, levels))
-    layout_names = {layout.name for family in matrix.families for layout in family.layouts}
-    for variable, patterns, known in (
-        ("FEATURES", features, names),
-        ("STRATEGIES", layouts, layout_names),
-    ):
-        for pattern in patterns:
-            if not _matches_any(known, (pattern,)):
-                raise LaunchError(
-                    f"{variable}={pattern} is none of the matrix's; name some of "
-                    f"{', '.join(sorted(known))}."
-                )
+            for level in levels:
+                names.update(_list_level_names(level))
+    _refuse_unmatched("FEATURES", features, names)
+    _refuse_unmatched("STRATEGIES", layouts, layout_names)
+
+
+def _refuse_unmatched(variable: str, patterns: Iterable[str], known: set[str]) -> None:
+    """Raise LaunchError for the first pattern of a variable that matches no known name."""
+    for pattern in patterns:
+        if not _matches_any(known, (pattern,)):
+            raise LaunchError(
+                f"{variable}={pattern} is none of the matrix's; name some of "
+                f"{', '.join(sorted(known))}."
+            )
 
 
 def _list_level_names(level: Level) -> tuple[str, str, str]:

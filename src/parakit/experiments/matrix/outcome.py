@@ -150,19 +150,22 @@ def summarise_judgement(judgement: Judgement) -> dict[str, Any]:
     record_fields = {name: getattr(verdict, name) for name in _VERDICT_FIELDS}
     for name in ("error", "worst_ratio"):
         value = record_fields[name]
-        record_fields[name] = value if value is not None and value < float("inf") else None
+        if value is not None and not value < float("inf"):
+            record_fields[name] = None
     if verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
         record_fields["status"] = classify_reason(verdict.reason or "")
     else:
         record_fields["status"] = CellStatus(verdict.verdict)
     stages: dict[str, StageError] = {}
-    for comparison in judgement.compared.comparisons if judgement.compared else ():
+    comparisons = judgement.compared.comparisons if judgement.compared else ()
+    for comparison in comparisons:
         error, ratio = comparison.error, comparison.ratio
         if np.isfinite(error) and np.isfinite(ratio):
-            name = str(comparison.key[0])
-            largest = stages.get(name, StageError(0.0, 0.0))
-            stages[name] = StageError(max(largest.error, error), max(largest.ratio, ratio))
-    return {**record_fields, "stages": stages}
+            stage = str(comparison.key[0])
+            largest = stages.get(stage, StageError(0.0, 0.0))
+            stages[stage] = StageError(max(largest.error, error), max(largest.ratio, ratio))
+    record_fields["stages"] = stages
+    return record_fields
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ class MatrixOfVersion:
                 findings.append((finding, records))
         return findings
 
-    @cached_property
+    @property
     def new(self) -> list[CellRecord]:
         """Records with wrong tensors that no known finding explains.
 
@@ -104,12 +104,13 @@ class MatrixOfVersion:
         wrong.sort(key=lambda record: (len(record.levels), len(record.command)))
         smallest: dict[tuple[object, ...], CellRecord] = {}
         for record in wrong:
-            smallest.setdefault((record.layout, record.blamed or record.levels), record)
-        explained = [
-            record
-            for record in smallest.values()
-            if record.blamed is not None or len(record.levels) < 2
-        ]
+            levels = record.blamed or record.levels
+            smallest.setdefault((record.layout, levels), record)
+        explained = []
+        for record in smallest.values():
+            # A cell with one level needs no search for the level to blame.
+            if record.blamed is not None or len(record.levels) < 2:
+                explained.append(record)
         return explained or list(smallest.values())
 
     @cached_property
@@ -138,20 +139,23 @@ def format_counts(records: Sequence[CellRecord]) -> str:
 
 def make_overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
     """Return the table of pairs per status: a header, and a row per version; columns of zeros are left out."""
-    kinds = list(versions[0].counts) if versions else []
-    kinds = [kind for kind in kinds if any(version.counts[kind] for version in versions)]
-    rows = (
-        [
-            version.name,
-            version.records[0].megatron,
-            version.when,
-            ", ".join(table.family.name for table in version.tables),
-            str(len(version.records)),
-            *(str(version.counts[kind]) for kind in kinds),
-        ]
-        for version in versions
-    )
-    return [["version", "Megatron", "verified", "families", "cells", *kinds], *rows]
+    all_kinds = list(versions[0].counts) if versions else []
+    kinds = [kind for kind in all_kinds if any(version.counts[kind] for version in versions)]
+    rows = [["version", "Megatron", "verified", "families", "cells", *kinds]]
+    for version in versions:
+        families = [table.family.name for table in version.tables]
+        counts = [str(version.counts[kind]) for kind in kinds]
+        rows.append(
+            [
+                version.name,
+                version.records[0].megatron,
+                version.when,
+                ", ".join(families),
+                str(len(version.records)),
+                *counts,
+            ]
+        )
+    return rows
 
 
 def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:

@@ -7,6 +7,7 @@ are blamed. The cell is then verified without each blamed level, so that its oth
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import traceback
@@ -248,22 +249,21 @@ def minimize_parts[T](
     # Each round goes on with the first chunk that fails alone, or else with the first subset that still fails without
     # one chunk. If there is neither, chunks are halved. The search ends if they already have one part each.
     while len(subset) > 1:
-        size = -(-len(subset) // num_chunks)
+        size = math.ceil(len(subset) / num_chunks)
         starts = range(0, len(subset), size)
         chunks = [subset[start : start + size] for start in starts]
-        chunk = next(
-            (part for part in chunks if len(part) < len(subset) and is_failing(part)), None
-        )
-        if chunk is not None:
-            subset, num_chunks = chunk, 2
+        smaller_chunks = [chunk for chunk in chunks if len(chunk) < len(subset)]
+        failing_chunk = next((chunk for chunk in smaller_chunks if is_failing(chunk)), None)
+        if failing_chunk is not None:
+            subset, num_chunks = failing_chunk, 2
             continue
-        complement = None
+        failing_complement = None
         # The complement of one of two halves is the other half, which was tested above.
         if len(chunks) > 2:
             complements = ((*subset[:start], *subset[start + size :]) for start in starts)
-            complement = next((part for part in complements if part and is_failing(part)), None)
-        if complement is not None:
-            subset, num_chunks = complement, max(num_chunks - 1, 2)
+            failing_complement = next((part for part in complements if is_failing(part)), None)
+        if failing_complement is not None:
+            subset, num_chunks = failing_complement, max(num_chunks - 1, 2)
         elif size == 1:
             break
         else:

@@ -41,11 +41,14 @@ def describe_pairs(rows: Sequence[Entry]) -> list[str]:
         reference, other = rows_by_run.get(reference_run), rows_by_run.get(other_run)
         if not (reference and other and reference.estimate and other.estimate):
             continue
-        names = " against ".join(f"{row.backend} {row.strategy}" for row in (other, reference))
         times = compare_times(reference.estimate, other.estimate)
-        speed = f"{abs(1 - 1 / times.ratio):.1%} {'faster' if times.ratio < 1 else 'slower'}"
+        direction = "faster" if times.ratio < 1 else "slower"
+        percentage = f"{abs(1 - 1 / times.ratio):.1%}"
         end = " on this machine" if times.verdict.is_clear else f", which is {times.verdict}"
-        sentences.append(f"{names}: {speed}{end}.")
+        sentences.append(
+            f"{other.backend} {other.strategy} against {reference.backend} {reference.strategy}: "
+            f"{percentage} {direction}{end}."
+        )
     return sentences
 
 

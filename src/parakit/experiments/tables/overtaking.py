@@ -183,7 +183,8 @@ def _list_pairs(
     """
     fastest = {backend: cells for (_, backend), cells in select_fastest(results).items()}
     backends = list(dict.fromkeys(cell.backend for cell in results))
-    yield from combinations([(backend.value, fastest.get(backend, [])) for backend in backends], 2)
+    backend_sides = [(backend.value, fastest.get(backend, [])) for backend in backends]
+    yield from combinations(backend_sides, 2)
     for backend in backends:
         cells_by_name: dict[str, list[SweptCell]] = {}
         for cell in results:

@@ -161,12 +161,10 @@ def _make_columns(results: Sequence[SweptCell]) -> tuple[Column[SweptCell], ...]
             references.setdefault(cell.job.name, cell)
 
     def compare_with_first(cell: SweptCell) -> str:
-        reference = references.get(cell.job.name) if cell.backend is not first_backend else None
-        time = compare_time_per_token(reference, cell) if reference else None
-        if time is None:
+        reference = references.get(cell.job.name)
+        if reference is None or cell.backend is first_backend:
             return ""
-        span = f" [{time.low:.3f}–{time.high:.3f}]" if time.low and time.high else ""
-        return f"×{time.ratio:.3f}{span} the time: {time.verdict}"
+        return _compare_with_reference(reference, cell)
 
     return (
         Column("Model", lambda cell: cell.job.model.name),
@@ -187,6 +185,15 @@ def _make_columns(results: Sequence[SweptCell]) -> tuple[Column[SweptCell], ...]
         Column("Runs", lambda cell: len(cell.result.runs), count),
         Column("Notes", lambda cell: cell.result.failure),
     )
+
+
+def _compare_with_reference(reference: SweptCell, cell: SweptCell) -> str:
+    """Return a cell's time as a multiple of the reference's, with interval and verdict; empty without both times."""
+    time = compare_time_per_token(reference, cell)
+    if time is None:
+        return ""
+    span = f" [{time.low:.3f}–{time.high:.3f}]" if time.low and time.high else ""
+    return f"×{time.ratio:.3f}{span} the time: {time.verdict}"
 
 
 def _encode_result(cell: SweptCell) -> dict[str, object]:
@@ -233,18 +240,23 @@ def _paint_chart(figure: Figure, results: Sequence[SweptCell]) -> None:
     """Paint a line with error bars per backend and number of devices into a figure."""
     figure.set_size_inches(WIDTH_INCHES, 4.0)
     axes = figure.add_subplot()
-    for index, ((devices, backend), cells) in enumerate(select_fastest(results).items()):
-        rates = [cell.tokens_per_second or 0.0 for cell in cells]
-        intervals = [
-            cell.rate_interval or (rate, rate) for cell, rate in zip(cells, rates, strict=True)
-        ]
-        below = [rate - low for rate, (low, _) in zip(rates, intervals, strict=True)]
-        above = [high - rate for rate, (_, high) in zip(rates, intervals, strict=True)]
+    for index, (series, cells) in enumerate(select_fastest(results).items()):
+        (num_devices, kind), backend = series
+        rates: list[float] = []
+        below: list[float] = []
+        above: list[float] = []
+        for cell in cells:
+            rate = cell.tokens_per_second or 0.0
+            # A cell without an interval has no error bar.
+            low, high = cell.rate_interval or (rate, rate)
+            rates.append(rate)
+            below.append(rate - low)
+            above.append(high - rate)
         axes.errorbar(
             [cell.parameters for cell in cells],
             rates,
             yerr=[below, above],
-            label=f"{backend}, {devices[0]} {devices[1]}",
+            label=f"{backend}, {num_devices} {kind}",
             color=entry_colour(index),
             marker=_MARKERS[index % len(_MARKERS)],
             markersize=5,

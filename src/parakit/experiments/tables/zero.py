@@ -80,21 +80,30 @@ def describe_winners(rows: Sequence[Entry]) -> list[str]:
         if sizes:
             method, size = min(sizes.items(), key=lambda item: item[1])
             sentences.append(format_sentence("zero", name, method=method, amount=megabytes(size)))
+    return [*sentences, *_describe_fastest(rows)]
+
+
+def _describe_fastest(rows: Sequence[Entry]) -> list[str]:
+    """Return a sentence on the fastest method and one on the method to use; empty if no row has a time."""
     timed = [(row, row.estimate) for row in rows if row.estimate]
     if not timed:
-        return sentences
+        return []
     fastest, best = min(timed, key=lambda pair: pair[1].median)
     close = [row for row, estimate in timed if not compare_times(best, estimate).verdict.is_clear]
     rivals = [_get_method_name(row) for row in close if row is not fastest]
     with_memory = [row for row in close if row.peak_bytes]
     to_use = min(with_memory, key=lambda row: row.peak_bytes or 0, default=fastest)
-    parts = {
-        "method": _get_method_name(fastest),
-        "others": joined(rivals),
-        "used": _get_method_name(to_use),
-    }
     names = ("close", "use one of the close") if rivals else ("fastest", "use")
-    return [*sentences, *(format_sentence("zero", name, **parts) for name in names)]
+    return [
+        format_sentence(
+            "zero",
+            name,
+            method=_get_method_name(fastest),
+            others=joined(rivals),
+            used=_get_method_name(to_use),
+        )
+        for name in names
+    ]
 
 
 def divide_known(value: float | None, reference: float | None) -> float | None:

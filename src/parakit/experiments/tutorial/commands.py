@@ -43,11 +43,12 @@ def run_tutorial(name: str, arguments: Namespace, options: Options, console: Con
     Raises:
         LaunchError: There is no such chapter, CHAPTER= contradicts the name, or a run cannot work here.
     """
-    named = name.removeprefix(NAME).removeprefix("-") or None
-    chapter = getattr(arguments, "chapter", None) or named
-    if named not in (None, chapter):
+    chapter_in_name = name.removeprefix(NAME).removeprefix("-") or None
+    chapter = getattr(arguments, "chapter", None) or chapter_in_name
+    if chapter_in_name not in (None, chapter):
         raise LaunchError(f"NAME={name} and CHAPTER={chapter} are two chapters; leave one out.")
     if getattr(arguments, "gpu", None):
         return predict_chapter(arguments, chapter)
-    devices, model = (getattr(arguments, variable, None) for variable in ("devices", "model"))
+    devices = getattr(arguments, "devices", None)
+    model = getattr(arguments, "model", None)
     return run_experiment(load_chapter(chapter, options, devices, model), OUTPUT, console)

@@ -86,9 +86,10 @@ def heading_of_claim(key: str) -> str:
 
     The anchor of the heading is the key, because anchors have neither capitals nor question marks.
     """
-    heading_words = [_SPELLINGS.get(word, word) for word in key.split("-")]
-    heading = " ".join((heading_words[0][0].upper() + heading_words[0][1:], *heading_words[1:]))
-    return f"{heading}?" if heading_words[0] in _QUESTION_WORDS else heading
+    first, *others = [_SPELLINGS.get(word, word) for word in key.split("-")]
+    capitalised = first[0].upper() + first[1:]
+    heading = " ".join((capitalised, *others))
+    return f"{heading}?" if first in _QUESTION_WORDS else heading
 
 
 def render_overview() -> str:
@@ -158,11 +159,14 @@ def _draw_plot(axes: object, plot: ChapterPlot) -> None:
     from matplotlib.axes import Axes
 
     assert isinstance(axes, Axes)
+    all_positions: set[float] = set()
     for series, colour in zip(plot.series, COLOURS, strict=False):
-        points = [(position, evaluate_expression(text)) for position, text in series.points]
-        axes.plot(*zip(*points, strict=True), color=colour, marker="o", label=series.name)
+        positions = [position for position, _ in series.points]
+        values = [evaluate_expression(expression) for _, expression in series.points]
+        axes.plot(positions, values, color=colour, marker="o", label=series.name)
+        all_positions.update(positions)
     axes.set(xlabel=plot.x, ylabel=plot.y, title=plot.title)
-    axes.set_xticks(sorted({position for series in plot.series for position, _ in series.points}))
+    axes.set_xticks(sorted(all_positions))
     axes.set_ylim(bottom=0)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

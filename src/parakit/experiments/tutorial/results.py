@@ -43,16 +43,14 @@ def render_results(title: str, results: Sequence[CellResult], study: Study) -> s
 def _result_cells(result: CellResult, entry: Entry | None) -> list[str]:
     """Return the cells of a run's line; measured ones are dashes if the run did not end well."""
     row = find_row(result.cell.label)
-    published = [
-        f"{row.step_ms:,.0f}" if row.step_ms else DASH,
-        f"{row.memory_gb:g}" if row.memory_gb else OUT_OF_MEMORY,
-    ]
+    published_time = f"{row.step_ms:,.0f}" if row.step_ms else DASH
+    published_memory = f"{row.memory_gb:g}" if row.memory_gb else OUT_OF_MEMORY
     time = memory = sent = DASH
     if entry is not None:
         time = f"{entry.time_ms:,.0f}" if entry.time_ms else DASH
         memory = _format_memory(entry, result)
         sent = megabytes(entry.sent_bytes)
-    return [row.id, describe_run(row), published[0], time, published[1], memory, sent]
+    return [row.id, describe_run(row), published_time, time, published_memory, memory, sent]
 
 
 def _format_memory(entry: Entry, result: CellResult) -> str:

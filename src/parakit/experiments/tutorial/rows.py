@@ -202,12 +202,12 @@ def find_row(name: str) -> TutorialRow:
     rows_by_id = {row.id: row for row in read_rows()}
     row = rows_by_id.get(name.partition("-")[0])
     if row is None:
-        near = ", ".join(row_id for row_id in rows_by_id if row_id[:2] == name[:2])
-        raise LaunchError(
-            f"The tutorial has no run {name}; its ids that begin with {name[:2]} are {near}."
-            if near
-            else f"The tutorial has no run {name}; its ids are those of examples/experiments/tutorial/rows.csv."
-        )
+        begin = name[:2]
+        similar_ids = [row_id for row_id in rows_by_id if row_id[:2] == begin]
+        known = "its ids are those of examples/experiments/tutorial/rows.csv"
+        if similar_ids:
+            known = f"its ids that begin with {begin} are {', '.join(similar_ids)}"
+        raise LaunchError(f"The tutorial has no run {name}; {known}.")
     if name not in (row.id, row.name):
         raise LaunchError(f"The tutorial's run {row.id} is {row.name}, not {name}; use {row.id}.")
     return row

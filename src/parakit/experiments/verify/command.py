@@ -636,7 +636,9 @@ def _print_difference(verdict: VerifyVerdict, console: Console) -> None:
     In a GitHub workflow, the nearest changed line is annotated in the pull request, too. If no line of the
     checkout is changed, the source line of the wrong module is annotated.
     """
-    annotated = verdict.changed[0] if verdict.changed else verdict.source or ""
+    annotated = verdict.source or ""
+    if verdict.changed:
+        annotated = verdict.changed[0]
     path, _, line_number = annotated.rpartition(":")
     if path and os.environ.get("GITHUB_ACTIONS"):
         say(console, f"::error file={path},line={line_number}::{verdict.line}")
@@ -645,6 +647,7 @@ def _print_difference(verdict: VerifyVerdict, console: Console) -> None:
     say(console, f"  iteration  {verdict.iteration}")
     say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
     say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
+    # Whether the module is wrong with the reference's tensors as inputs, too. None: it was not run with them.
     by_itself = {True: "yes", False: "no: errors of others add up", None: "not asked"}
     say(console, f"  by itself  {by_itself[verdict.confirmed]}")
     for line in verdict.also:

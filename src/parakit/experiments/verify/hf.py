@@ -190,7 +190,10 @@ class _Prover:
         return Proof(job.model.name, job.strategy, verdict.verdict, detail)
 
     def _prove_training(self, job: Job) -> Proof:
-        """Compare the losses of Megatron on one rank with those of transformers and PyTorch's AdamW."""
+        """Compare the losses of Megatron on one rank with those of transformers and PyTorch's AdamW.
+
+        The proof is `not comparable` if one of the two runs fails.
+        """
         options = replace(
             job.options,
             iterations=STEPS,
@@ -200,7 +203,8 @@ class _Prover:
             ledger=False,
             extra=(*LEARNING_RATE_FLAGS, *job.options.extra),
         )
-        name, claim, curves = job.model.name, f"{STEPS} steps", []
+        name, claim = job.model.name, f"{STEPS} steps"
+        losses_by_backend = []
         for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
             launch = compose_job(job.with_options(replace(options, backend=backend)))
             check_launch(launch)
@@ -208,10 +212,11 @@ class _Prover:
             if status.status is not Status.OK:
                 reason = f"{backend} ended '{status.status}': {status.reason}"
                 return Proof(name, claim, VerifyOutcome.NOT_COMPARABLE, reason)
-            curves.append(read_losses(run / LOG_FILE))
-        difference = max(abs(first - second) for first, second in zip(*curves, strict=True))
-        first, last = curves[0][0], curves[0][-1]
-        detail = f"losses {first:.4f} to {last:.4f}, at most {difference:.1e} apart"
+            losses_by_backend.append(read_losses(run / LOG_FILE))
+        megatron_losses, transformers_losses = losses_by_backend
+        pairs = zip(megatron_losses, transformers_losses, strict=True)
+        difference = max(abs(first - second) for first, second in pairs)
+        detail = f"losses {megatron_losses[0]:.4f} to {megatron_losses[-1]:.4f}, at most {difference:.1e} apart"
         return Proof(name, claim, _OUTCOME_BY_SUCCESS[difference <= LOSS_TOLERANCE], detail)
 
 
