@@ -232,7 +232,7 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
     for name, weight in tensors.items():
         if "optimizer" in name or weight.dtype not in ("float32", "bfloat16", "float16"):
             continue
-        main_names = (f"optimizer.state.{kind}.{name}" for kind in ("param", "fp32_param"))
+        main_names = [f"optimizer.state.{kind}.{name}" for kind in ("param", "fp32_param")]
         main = next((tensors[key] for key in main_names if key in tensors), None)
         for begin, size in weight.sizes.items():
             values = read_box(folder, weight, begin, size)
@@ -245,7 +245,13 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
                     f"The optimizer's main weights of {name} are not the model's weights: they are of "
                     "another run."
                 )
-                break
+                break  # The other pieces of the weight would give the same sentence.
+    yield from _find_unequal_copies(contents)
+
+
+def _find_unequal_copies(contents: Contents) -> Iterator[str]:
+    """Yield a sentence for each copy of a tensor's piece that has other values than the first copy."""
+    folder, tensors = contents.folder, contents.stored.tensors
     for copy in contents.copies:
         first_part = tensors[copy.name].parts[copy.begin]
         if not read_piece(folder, copy.part).equal(read_piece(folder, first_part)):

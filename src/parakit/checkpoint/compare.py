@@ -81,10 +81,10 @@ def _open_tensors(contents: Contents) -> _ReadableTensors:
         )
     source = read_source(contents.folder)
     pairs = {(pair.key, pair.layer): pair for pair in source.pairs}
-    shapes = {
-        key: pair.shape if layer is None else (source.shape.layers, *pair.shape)
-        for (key, layer), pair in pairs.items()
-    }
+    shapes: dict[str, Shape] = {}
+    for (key, layer), pair in pairs.items():
+        # Megatron stacks the tensors of all layers, and Hugging Face stores one tensor per layer.
+        shapes[key] = pair.shape if layer is None else (source.shape.layers, *pair.shape)
     return _ReadableTensors(shapes, lambda key, layer: source.values(pairs[key, layer]))
 
 
@@ -127,8 +127,9 @@ def _different_shapes(name: str, a: Shape, b: Shape) -> TensorRelation:
 
 
 def _compare_values(name: str, a: Tensor, b: Tensor) -> TensorRelation:
-    """Compare the values of two tensors. If two vocabularies differ in size, only the rows that both have are
-    compared.
+    """Compare the values of two tensors.
+
+    If two vocabularies differ in size, only the rows that both have are compared.
     """
     is_padded = a.shape != b.shape
     if is_padded:
@@ -136,12 +137,14 @@ def _compare_values(name: str, a: Tensor, b: Tensor) -> TensorRelation:
             return _different_shapes(name, tuple(a.shape), tuple(b.shape))
         rows = min(len(a), len(b))
         a, b = a[:rows], b[:rows]
-    # NaN is unequal to itself, so tensors with NaN are compared by their bits.
-    if a.dtype == b.dtype and (torch.equal(a, b) or hash_values(a) == hash_values(b)):
-        return TensorRelation(name, PADDING if is_padded else EQUAL)
-    narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
-    if a.dtype != b.dtype and torch.equal(a.to(narrow), b.to(narrow)):
-        return TensorRelation(name, DTYPE, f"{a.dtype} and {b.dtype}".replace("torch.", ""))
+    if a.dtype == b.dtype:
+        # NaN is unequal to itself, so tensors with NaN are compared by their bits.
+        if torch.equal(a, b) or hash_values(a) == hash_values(b):
+            return TensorRelation(name, PADDING if is_padded else EQUAL)
+    else:
+        narrow = min(a.dtype, b.dtype, key=lambda dtype: dtype.itemsize)
+        if torch.equal(a.to(narrow), b.to(narrow)):
+            return TensorRelation(name, DTYPE, f"{a.dtype} and {b.dtype}".replace("torch.", ""))
     if detail := _describe_permutation(a, b, has_experts=".experts.experts." in name):
         return TensorRelation(name, PERMUTED, detail)
     eps = max(_machine_epsilon(a), _machine_epsilon(b))

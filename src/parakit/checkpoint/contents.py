@@ -196,6 +196,10 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
     """Read a checkpoint of PyTorch's distributed format: Megatron's torch_dist, or FSDP's DTensors.
 
     A checkpoint with Megatron's tensor names counts as torch_dist, even if its format file is missing.
+
+    Args:
+        folder: Folder of the checkpoint's iteration.
+        backend: Format that the format file names; empty if there is no such file or it names none.
     """
     checkpoint_format = TORCH_DIST if backend else FSDP
     try:
@@ -224,16 +228,9 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
         common = _read_common_state(folder, stored, checkpoint_format)
     except DamagedCheckpointError as error:
         problems.append(f"{error}.")
-    object_names = tuple(stored.objects)
-    has_moments = any("exp_avg" in name for name in stored.tensors)
-    scheduler_names = (*common, *object_names)
-    has_state = {
-        "optimizer": bool(common.get("optimizer")) or has_moments,
-        "scheduler": any(name.startswith("opt_param_scheduler") for name in scheduler_names),
-        "random": any(name.startswith("rng_state") for name in object_names),
-    }
     metadata = common.get("content_metadata") or {}
     arguments = _print_arguments(common.get("args"))
+    states = _list_distributed_states(stored, common)
     if checkpoint_format in (FSDP, TORCHTITAN):
         stored = stack_fsdp_tensors(stored, arguments)
     return Contents(
@@ -242,10 +239,24 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
         common.get("iteration", parse_folder_iteration(folder)),
         arguments=arguments,
         stored=stored,
-        states=tuple(name for name, is_stored in has_state.items() if is_stored),
+        states=states,
         problems=tuple(problems),
         optimizer_format=metadata.get("distrib_optim_sharding_type", ""),
     )
+
+
+def _list_distributed_states(stored: StoredMetadata, common: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return which of `optimizer`, `scheduler` and `random` a checkpoint of the distributed format holds."""
+    has_moments = any("exp_avg" in name for name in stored.tensors)
+    scheduler_names = (*common, *stored.objects)
+    states = []
+    if common.get("optimizer") or has_moments:
+        states.append("optimizer")
+    if any(name.startswith("opt_param_scheduler") for name in scheduler_names):
+        states.append("scheduler")
+    if any(name.startswith("rng_state") for name in stored.objects):
+        states.append("random")
+    return tuple(states)
 
 
 def _remove_nemo_prefix(tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
@@ -337,7 +348,8 @@ def _covering_flaw(tensor: StoredTensor) -> str:
 
 def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
     """Read a checkpoint of the format `torch`: one pickle per model-parallel rank."""
-    problems, content_by_rank = list[str](), dict[str, Any]()
+    problems: list[str] = []
+    content_by_rank: dict[str, Any] = {}
     for path in rank_files:
         try:
             with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
@@ -346,32 +358,33 @@ def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
                 content_by_rank[path.parent.name] = describe_saved(archive)
         except Exception as error:  # A damaged pickle raises anything.
             problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
+    contents_of_ranks = content_by_rank.values()
     iteration = parse_folder_iteration(folder)
     for rank, content in content_by_rank.items():
         rank_iteration = content.get("iteration", iteration)
         if iteration is not None and rank_iteration != iteration:
             problems.append(f"{rank} is of iteration {rank_iteration}, not of {iteration}.")
-    printed = (_print_arguments(content.get("args")) for content in content_by_rank.values())
+    # All ranks store the same arguments, and those of the first rank that has any are used.
+    printed = (_print_arguments(content.get("args")) for content in contents_of_ranks)
     arguments = next(filter(None, printed), {})
     stored, copies = join_rank_files(folder, content_by_rank, arguments)
     for name in find_missing_ranks({path.parent.name for path in rank_files}, arguments):
         problems.append(f"{name} is missing: the checkpoint's arguments imply it.")
     keys = {"optimizer": "optimizer", "opt_param_scheduler": "scheduler", "rng_state": "random"}
-    states = tuple(
-        state
-        for key, state in keys.items()
-        if any(content.get(key) for content in content_by_rank.values())
-    )
+    states = []
+    for key, state in keys.items():
+        if any(content.get(key) for content in contents_of_ranks):
+            states.append(state)
     return Contents(
         folder,
         LEGACY,
         iteration,
         arguments=arguments,
         stored=stored,
-        states=states,
+        states=tuple(states),
         problems=tuple(problems or _find_unreadable(folder, stored)),
         copies=copies,
-        has_legacy_names=any(has_legacy_names(content) for content in content_by_rank.values()),
+        has_legacy_names=any(has_legacy_names(content) for content in contents_of_ranks),
     )
 
 

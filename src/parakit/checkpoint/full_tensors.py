@@ -216,18 +216,22 @@ def _describe_rank_tensors(content: Mapping[str, Any]) -> dict[str, DescribedTen
     order. Therefore each parameter gets the name of the first weight of its shape that no earlier parameter
     got. If there is no such weight, the states get the name 'parameter N that is no weight here'.
     """
-    chunks = (key for key in content if re.fullmatch(r"model\d*", str(key)))
-    weights = dict(_flatten_tensors({key: content[key] for key in chunks}))
+    chunks = {key: content[key] for key in content if re.fullmatch(r"model\d*", str(key))}
+    weights = dict(_flatten_tensors(chunks))
     chained = content.get("optimizer") or []
     optimizers = chained if isinstance(chained, list) else [chained]
-    groups = [group for optimizer in optimizers for group in _list_groups(optimizer)]
+    groups: list[tuple[bool, list[dict[str, DescribedTensor]]]] = []
+    for optimizer in optimizers:
+        groups += _list_groups(optimizer)
     separates_experts = any(is_expert for is_expert, _ in groups)
-    free_names, states = list(weights), dict[str, DescribedTensor]()
+    free_names = list(weights)
+    states: dict[str, DescribedTensor] = {}
     for is_expert, parameters in groups:
+        # None stands for a parameter of any kind.
+        wanted_kind = is_expert if separates_experts else None
         for parameter in parameters:
+            # All states of a parameter have the parameter's shape.
             shape = next(iter(parameter.values())).shape
-            # None stands for a parameter of any kind.
-            wanted_kind = is_expert if separates_experts else None
             name = _find_weight_of_shape(weights, free_names, shape, wanted_kind)
             if name is None:
                 name = f"parameter {len(states)} that is no weight here"
@@ -459,8 +463,11 @@ def _parse_rank(rank: str, pipeline: int) -> _RankIndices:
     out is 0.
     """
     tensor_index, *numbers = map(int, rank.removeprefix("mp_rank_").split("_"))
-    pipeline_index = numbers.pop(0) if pipeline > 1 and numbers else 0
-    return _RankIndices(tensor_index, pipeline_index, numbers[0] if numbers else 0)
+    pipeline_index = 0
+    if pipeline > 1 and numbers:
+        pipeline_index = numbers.pop(0)
+    expert_index = numbers[0] if numbers else 0
+    return _RankIndices(tensor_index, pipeline_index, expert_index)
 
 
 def _parse_chunk(raw_name: str) -> int:

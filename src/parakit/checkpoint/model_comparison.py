@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parakit.artifacts.torch_dist import EMBEDDING, OUTPUT, VOCABULARY, Shape
@@ -44,13 +44,16 @@ class _StoredForm:
 
 def compare_with_model(contents: Contents, shape: ModelShape) -> ModelComparison:
     """Compare the names and shapes of a checkpoint's weights with a model. The values are not read."""
-    problems = list[str]()
-    compared_names = set[str]()
+    problems: list[str] = []
+    compared_names: set[str] = set()
+    # Every name under which a checkpoint may store a tensor of the model.
+    model_names: set[str] = set()
     shapes = {_RANK_PREFIX.sub("", name): tensor.shape for name, tensor in contents.weights.items()}
     has_stacked_layers = not any(re.match(r"decoder\.layers\.\d", name) for name in shapes)
     for tensor in list_model_tensors(shape):
-        missing_names = list[str]()
+        missing_names: list[str] = []
         for form in _list_stored_forms(tensor, has_stacked_layers):
+            model_names.update(form.names)
             name = find_stored_name(form.names, shapes)
             if name is None:
                 missing_names.append(form.names[0])
@@ -62,31 +65,25 @@ def compare_with_model(contents: Contents, shape: ModelShape) -> ModelComparison
                     f"{name} has the shape {list(shapes[name])}, and by the checkpoint's arguments it is "
                     f"{list(form.shape)}."
                 )
-        is_wanted = not tensor.is_optional or _has_expert_bias(contents, tensor)
-        if missing_names and is_wanted:
-            num_other_layers = len(missing_names) - 1
-            more = (
-                f", and so is the tensor of {plural(num_other_layers, 'more layer')}"
-                if num_other_layers
-                else ""
-            )
-            problems.append(
-                f"{missing_names[0]} is missing{more}: the model of the checkpoint's arguments has it."
-            )
+        is_needed = not tensor.is_optional or _has_expert_bias(contents, tensor)
+        if missing_names and is_needed:
+            problems.append(_describe_missing_tensor(missing_names))
     problems += _find_vocabulary_misfits(contents, shape)
     compared_names |= {name for name in VOCABULARY if name in shapes}
-    # A tensor that is also stored under its other name is left over for no model.
-    other_names = {
-        name
-        for tensor in list_model_tensors(shape)
-        for form in _list_stored_forms(tensor, has_stacked_layers)
-        for name in form.names
-    }
-    problems += _find_left_over(contents, shape, shapes.keys() - compared_names - other_names)
+    # A tensor that is stored under two of its names is left over under neither of them.
+    problems += _find_left_over(contents, shape, shapes.keys() - compared_names - model_names)
     stored_names = {
         name for name in contents.weights if _RANK_PREFIX.sub("", name) in compared_names
     }
     return ModelComparison(tuple(problems), frozenset(stored_names))
+
+
+def _describe_missing_tensor(names: Sequence[str]) -> str:
+    """Return a sentence on a tensor that is missing. `names` has one name per layer in which it is missing."""
+    more = ""
+    if len(names) > 1:
+        more = f", and so is the tensor of {plural(len(names) - 1, 'more layer')}"
+    return f"{names[0]} is missing{more}: the model of the checkpoint's arguments has it."
 
 
 def _list_stored_forms(tensor: ModelTensor, has_stacked_layers: bool) -> Iterator[_StoredForm]:

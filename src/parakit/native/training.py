@@ -207,19 +207,14 @@ class Log:
             return None
         batch = self.settings.global_batch_size
         elapsed = fmean(logged.milliseconds for logged in self._iterations)
-        trained_losses = [logged.losses for logged in self._iterations if not logged.update.skipped]
-        means = [fmean(losses) for losses in zip(*trained_losses, strict=True)] or [0.0]
-        losses_text = "".join(
-            f" {name}: {mean:.6E} |" for name, mean in zip(LOSS_NAMES, means, strict=False)
-        )
         norm = "" if update.gradient_norm is None else f" grad norm: {update.gradient_norm:.3f} |"
-        num_skipped = len(self._iterations) - len(trained_losses)
+        num_skipped = sum(logged.update.skipped for logged in self._iterations)
         num_nan = sum(math.isnan(logged.losses[0]) for logged in self._iterations)
         text = (
             f" [{_now()}] iteration {iteration:8d}/{self.settings.train_iters:8d} |"
             f" consumed samples: {iteration * batch:12d} |"
             f" elapsed time per iteration (ms): {elapsed:.1f} | learning rate: {rate:.6E} |"
-            f" global batch size: {batch:5d} |{losses_text}"
+            f" global batch size: {batch:5d} |{self._format_mean_losses()}"
             f" loss scale: {update.loss_scale:.1f} |{norm}"
             f" number of skipped iterations: {num_skipped:3d} |"
             f" number of nan iterations: {num_nan:3d} |"
@@ -227,6 +222,16 @@ class Log:
         if iteration > 1:
             self._iterations.clear()
         return text
+
+    def _format_mean_losses(self) -> str:
+        """Return the fields of the losses, averaged over the stored iterations whose updates were not skipped.
+
+        If all updates were skipped, the model's loss is 0, and the other losses are left out.
+        """
+        trained_losses = [logged.losses for logged in self._iterations if not logged.update.skipped]
+        means = [fmean(losses) for losses in zip(*trained_losses, strict=True)] or [0.0]
+        pairs = zip(LOSS_NAMES, means, strict=False)
+        return "".join(f" {name}: {mean:.6E} |" for name, mean in pairs)
 
 
 def format_parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> str:

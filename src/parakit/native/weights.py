@@ -86,12 +86,13 @@ def load_initial_weights(model: GPT, checkpoint: Path) -> None:
         for key, metadata in read_metadata(folder).tensors.items()
     }
     num_experts = next((layer.num_experts for layer in find_expert_layers(model)), 0)
+    stack_sizes = (len(model.blocks), num_experts)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             key, stack_index = find_checkpoint_key(name)
             value = tensors.get(key)
             if value is not None:
-                value = _select_from_stack(value, stack_index, (len(model.blocks), num_experts))
+                value = _select_from_stack(value, stack_index, stack_sizes)
                 if key in VOCABULARY:
                     value = _drop_padding(value, rows=parameter.shape[0])
             if value is None or value.shape != parameter.shape:

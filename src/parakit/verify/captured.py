@@ -281,8 +281,13 @@ def average_local_gradients(
     """
     copies: defaultdict[tuple[int, ...], list[ParameterPart]] = defaultdict(list)
     for part in parts:
-        rank, offset = part.rank_capture.rank, part.placement.global_offset
-        copies[rank.tensor[0], rank.pipeline[0], rank.expert[0], *offset].append(part)
+        rank = part.rank_capture.rank
+        tensor_rank, _ = rank.tensor
+        stage, _ = rank.pipeline
+        expert_rank, _ = rank.expert
+        # Ranks that differ in nothing else are of one data- and context-parallel group.
+        key = (tensor_rank, stage, expert_rank, *part.placement.global_offset)
+        copies[key].append(part)
     # With a loss per token, each copy's gradient is a sum over the tokens of that copy, so the reduction
     # does not divide by the number of copies.
     first = capture.first

@@ -284,12 +284,17 @@ class _Comparer:
         """
         parts_by_key = group_parameter_parts(self._reference, CaptureStage.WEIGHTS)
         starts = [parts for key, parts in parts_by_key.items() if key[2] in INITIAL_SLOTS]
+        if not starts:
+            return None
         num_constant = 0
         for parts in starts:
             values = [part.values().ravel() for part in parts]
-            is_constant = all((flat == values[0][:1]).all() for flat in values)
-            num_constant += int(is_constant and np.prod(parts[0].full_shape) > 1)
-        return num_constant if starts else None
+            first_element = values[0][:1]
+            is_constant = all((flat == first_element).all() for flat in values)
+            has_several_elements = np.prod(parts[0].full_shape) > 1
+            if is_constant and has_several_elements:
+                num_constant += 1
+        return num_constant
 
     def _align_all_ranks(self, key: ComparisonKey, micro_batch: int) -> list[ComparedTensor]:
         """Return each rank's tensor of one activation and micro batch, paired with the right tensor.

@@ -112,29 +112,51 @@ def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
     stage, name, slot = first.key
     is_logit_gradient = stage is CaptureStage.ACTIVATION_GRADIENTS and name == _OUTPUT_LAYER
     if is_logit_gradient and slot.startswith("output"):
-        of_loss = [
+        loss_gradients = [
             comparison for comparison in compared.comparisons if comparison.key[:2] == (stage, LOSS)
         ]
-        is_loss_right = not any(comparison.differs for comparison in of_loss)
-        return LOSS if of_loss and is_loss_right else name
+        if not loss_gradients or any(comparison.differs for comparison in loss_gradients):
+            return name
+        return LOSS
     received_prefix = "output" if stage is CaptureStage.ACTIVATION_GRADIENTS else "input."
     if slot.startswith(RECOMPUTED_PREFIX):
         received_prefix = f"{RECOMPUTED_PREFIX}input."
     if stage not in LOCAL or not slot.startswith(received_prefix):
         return name
+    # The nearest module around this one that was compared decides.
     for module, caller in _list_callers(name, slot):
         stage_of_module = CaptureStage.INPUTS if module == MODEL else stage
-        received = [
-            comparison
-            for comparison in compared.comparisons
-            if comparison.key[:2] == (stage_of_module, module)
-            and comparison.key[2].startswith(received_prefix)
-            and comparison.key[2].partition(CALLER_SEPARATOR)[2] == caller
-        ]
-        if received:
-            is_right = not any(comparison.differs for comparison in received)
-            return module if is_right else name
+        received = _list_received_tensors(
+            compared, stage_of_module, module, caller=caller, prefix=received_prefix
+        )
+        if not received:
+            continue
+        if any(comparison.differs for comparison in received):
+            return name
+        return module
     return name
+
+
+def _list_received_tensors(
+    compared: CaptureComparison, stage: CaptureStage, module: str, *, caller: str, prefix: str
+) -> list[TensorComparison]:
+    """Return the comparisons of the tensors that a module received in a stage.
+
+    Args:
+        compared: All comparisons.
+        stage: Stage of the tensors.
+        module: Name of the module.
+        caller: Module that called it, as the slot names it after `CALLER_SEPARATOR`; empty if the slot names none.
+        prefix: Beginning of the slots of received tensors.
+    """
+    received = []
+    for comparison in compared.comparisons:
+        comparison_stage, name, slot = comparison.key
+        if (comparison_stage, name) != (stage, module) or not slot.startswith(prefix):
+            continue
+        if slot.partition(CALLER_SEPARATOR)[2] == caller:
+            received.append(comparison)
+    return received
 
 
 def _list_callers(name: str, slot: str) -> Iterator[tuple[str, str]]:

@@ -207,15 +207,18 @@ def _find_columns_not_compared(lines: Sequence[str]) -> dict[str, set[int]]:
         match = _ACTIVATION_SLOT.fullmatch(slot)
         if match:
             side = "in" if match[1] == "input" else "out"
-            for column_index, column in enumerate(COLUMNS):
-                if column.side == side:
-                    columns_by_module[name].add(column_index)
+            columns_by_module[name] |= _find_columns_of_side(side)
+    parameter_columns = {COLUMNS.index(MapColumn(stage)) for stage in PARAMETERS}
     for token in tokens:
         if token.endswith(_PARAMETER_SUFFIXES):
             module = token.rpartition(".")[0]
-            for stage in PARAMETERS:
-                columns_by_module[module].add(COLUMNS.index(MapColumn(stage)))
+            columns_by_module[module] |= parameter_columns
     return columns_by_module
+
+
+def _find_columns_of_side(side: str) -> set[int]:
+    """Return the indices of the columns that show a module's inputs (`in`) or outputs (`out`)."""
+    return {index for index, column in enumerate(COLUMNS) if column.side == side}
 
 
 def _build_tree(

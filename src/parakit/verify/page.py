@@ -61,30 +61,33 @@ def render_page(judgement: Judgement) -> str:
     one, and the histogram of all errors if there is none.
     """
     verdict, compared, first = judgement.verdict, judgement.compared, judgement.first
-    worst = first.worst if first else None
     rows = build_map_rows(compared, first.key if first else None) if compared else []
-    return (
-        environment(_TEMPLATES)
-        .get_template("verify.html.j2")
-        .render(
-            verdict=verdict,
-            sentence=_summarize_verdict(verdict),
-            facts=_list_facts(verdict, first),
-            rows=rows,
-            stages=[*Counter(column.stage for column in COLUMNS).items()],
-            columns=COLUMNS,
-            cells=_describe_cells(rows),
-            shown=_find_cell_to_show(rows),
-            legend=_list_legend(),
-            red=WRONG,
-            number=_format_ratio,
-            picture=Picture(worst, first.tolerance) if first and worst else None,
-            first=first,
-            describe_range=describe_range,
-            bars=_build_bars(compared) if compared and not first else [],
-            spread=_summarize_ratios(compared) if compared and not first else "",
-            folds=any(row.children for row in rows),
-        )
+    picture = None
+    if first and first.worst:
+        picture = Picture(first.worst, first.tolerance)
+    bars, spread = [], ""
+    if compared and not first:
+        bars, spread = _build_bars(compared), _summarize_ratios(compared)
+    num_columns_by_stage = Counter(column.stage for column in COLUMNS)
+    template = environment(_TEMPLATES).get_template("verify.html.j2")
+    return template.render(
+        verdict=verdict,
+        sentence=_summarize_verdict(verdict),
+        facts=_list_facts(verdict, first),
+        rows=rows,
+        stages=list(num_columns_by_stage.items()),
+        columns=COLUMNS,
+        cells=_describe_cells(rows),
+        shown=_find_cell_to_show(rows),
+        legend=_list_legend(),
+        red=WRONG,
+        number=_format_ratio,
+        picture=picture,
+        first=first,
+        describe_range=describe_range,
+        bars=bars,
+        spread=spread,
+        folds=any(row.children for row in rows),
     )
 
 

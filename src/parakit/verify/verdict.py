@@ -22,6 +22,7 @@ from parakit.artifacts.capture import (
     CaptureStage,
     CaptureWriter,
     TensorKey,
+    TensorRecord,
 )
 from parakit.artifacts.io import atomic_write, write_record
 from parakit.artifacts.verdict import VERDICT_FILE, VerifyOutcome, VerifyVerdict
@@ -30,6 +31,7 @@ from parakit.verify.captured import (
     Array,
     Capture,
     ParameterPart,
+    RankCapture,
     VerifyError,
     assemble_parameter,
     encode_tensor,
@@ -340,23 +342,29 @@ def write_forced(
     aligner = ActivationAligner(reference, strategy)
     parts_by_key = group_parameter_parts(reference, CaptureStage.WEIGHTS)
     full_parameter = cache(lambda key: assemble_parameter(parts_by_key[key], reference))
+
+    def find_values(rank_capture: RankCapture, record: TensorRecord) -> Array | None:
+        """Return the reference's values of a tensor; None if the tensor is not written or not aligned."""
+        tensor_key = record.tensor_key
+        if tensor_key.slot in INITIAL_SLOTS:
+            part = ParameterPart(rank_capture, record)
+            if part.key not in parts_by_key:
+                return None
+            return full_parameter(part.key)[part.region()]
+        is_choice = tensor_key.slot.endswith(CHOICE)
+        is_forced_input = _is_module_input(tensor_key) and not start_alone
+        if is_choice or is_forced_input:
+            return aligner.align(rank_capture, record).reference
+        return None
+
     for rank_capture in strategy.ranks:
         with CaptureWriter(folder / rank_capture.folder.name) as writer:
             for record in rank_capture.first_records.values():
-                tensor_key = record.tensor_key
-                is_choice = tensor_key.slot.endswith(CHOICE)
-                is_module_input = _is_module_input(tensor_key)
-                values: Array | None = None
-                if tensor_key.slot in INITIAL_SLOTS:
-                    part = ParameterPart(rank_capture, record)
-                    if part.key in parts_by_key:
-                        values = full_parameter(part.key)[part.region()]
-                elif is_choice or (is_module_input and not start_alone):
-                    values = aligner.align(rank_capture, record).reference
+                values = find_values(rank_capture, record)
                 if values is None:
                     continue
                 encoded = encode_tensor(values, record.dtype)
-                writer.add(tensor_key, record.dtype, shape=record.shape, values=encoded)
+                writer.add(record.tensor_key, record.dtype, shape=record.shape, values=encoded)
             writer.close(rank_capture.rank)
 
 

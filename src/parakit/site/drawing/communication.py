@@ -237,11 +237,15 @@ def _draw_content(
 
 
 def _list_arrows(line: _CallLine, members: list[DrawnRank]) -> list[_Arrow]:
-    """Return the arrows of a group: one per sender for sends, and one over all members for a collective."""
-    last = len(members) - 1
+    """Return the arrows of a group: one per sender for sends, and one over all members for a collective.
+
+    A collective of a single member has no arrow.
+    """
     if line.operation is not Operation.SEND:
+        if len(members) == 1:
+            return []
         heads = "end" if line.operation is Operation.BROADCAST else "start end"
-        return [_Arrow(0, last, heads)] if last else []
+        return [_Arrow(0, len(members) - 1, heads)]
     goes_backward = line.group is Group.PIPELINE and line.phase is Phase.BACKWARD
     step = -1 if goes_backward else 1
     senders = [index for index, rank in enumerate(members) if rank.stage in line.calls]

@@ -21,6 +21,8 @@ from parakit.formatting.units import percent
 from parakit.site.drawing.communication import COLOURS, is_small_reduction
 from parakit.site.drawing.sheet import WIDTH, DrawnRank, Sheet
 
+_ROW_HEIGHT = 34
+"""Height of a stage's row."""
 _MOST_PASSES = 24
 """The most micro batches that are drawn, unless the pipeline has more stages."""
 _MOST_PASSES_WITH_MESSAGES = 40
@@ -43,7 +45,7 @@ def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     sheet.y = 22
     start, end = 58, WIDTH - 74
     scale = (end - start) / timeline.length
-    tops = {stage: sheet.y + 34 * row for row, stage in enumerate(stages)}
+    tops = {stage: sheet.y + _ROW_HEIGHT * row for row, stage in enumerate(stages)}
     for stage, top in tops.items():
         calls = rank_collectives(spec, stage)
         label = f"stage {stage}" if split.pipeline > 1 else "all ranks"
@@ -52,18 +54,22 @@ def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
         for event in timeline.events:
             if event.worker == stage:
                 _draw_pass(sheet, event, start + scale * event.start, top, scale, calls)
-        updates = ((Phase.GRADIENT_SYNC, "sync"), (Phase.OPTIMIZER, "step"))
-        for column, (phase, label) in enumerate(updates):
-            x = end + 6 + 35 * column
-            sheet.draw_box(x, top, 32, 20, "update")
-            sheet.draw_text(x + 16, top + 14, label, "pass", "middle")
-            _draw_stripes(sheet, calls, phase, x, top + 21, 32)
+        _draw_updates(sheet, calls, end + 6, top)
     draws_all_stages = len(stages) == split.pipeline
     if draws_all_stages and len(timeline.events) <= _MOST_PASSES_WITH_MESSAGES:
         _draw_messages(sheet, timeline, start, scale, tops)
-    sheet.y += 34 * len(stages) + 2
+    sheet.y += _ROW_HEIGHT * len(stages) + 2
     sheet.y += 13 * sheet.draw_wrapped_text(0, WIDTH, _describe_timing(spec, timeline), "q")
     return sheet.to_svg()
+
+
+def _draw_updates(sheet: Sheet, calls: tuple[CollectiveCall, ...], x: float, top: float) -> None:
+    """Draw the boxes of gradient sync and optimizer step to the right of a stage's passes, from `x` on."""
+    for phase, label in ((Phase.GRADIENT_SYNC, "sync"), (Phase.OPTIMIZER, "step")):
+        sheet.draw_box(x, top, 32, 20, "update")
+        sheet.draw_text(x + 16, top + 14, label, "pass", "middle")
+        _draw_stripes(sheet, calls, phase, x, top + 21, 32)
+        x += 35
 
 
 def _simulate_drawn_part(spec: RunSpec) -> SimulatedSchedule:

@@ -50,6 +50,17 @@ class _TensorRow:
     """Returns the box of a rank; None if the rank holds nothing of the tensor."""
 
 
+@dataclass(frozen=True)
+class _MemoryComponent:
+    """A component of a rank's memory, such as its gradients."""
+
+    name: str
+    get_bytes: Callable[[PredictedMemory], int]
+    """Returns the bytes of the component on one rank."""
+    shards: int
+    """Ranks that share the component; 1 if every rank holds all of it."""
+
+
 def draw_tensors(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
     """Return the sheet as SVG: a column per rank, and a row per tensor with the rank's part filled.
 
@@ -219,32 +230,38 @@ def _memory_rows(spec: RunSpec) -> Iterator[_TensorRow]:
     split, sharding = spec.parallelism, spec.parallelism.sharding
     memory_by_stage = [estimate_rank_memory(spec, stage) for stage in range(split.pipeline)]
     shard_ranks = split.data * split.context // spec.optimizer_instances
-    components: tuple[tuple[str, Callable[[PredictedMemory], int], bool], ...] = (
-        ("weights", lambda memory: memory.weights, sharding.shards_weights),
-        ("gradients", lambda memory: memory.gradients, sharding.shards_gradients),
-        (
+    components = (
+        _MemoryComponent(
+            "weights",
+            lambda memory: memory.weights,
+            shards=shard_ranks if sharding.shards_weights else 1,
+        ),
+        _MemoryComponent(
+            "gradients",
+            lambda memory: memory.gradients,
+            shards=shard_ranks if sharding.shards_gradients else 1,
+        ),
+        _MemoryComponent(
             "optimizer's state",
             lambda memory: memory.main_parameters + memory.optimizer_state,
-            bool(sharding),
+            shards=shard_ranks if sharding else 1,
         ),
-        ("activations", lambda memory: memory.activations, False),
+        _MemoryComponent("activations", lambda memory: memory.activations, shards=1),
     )
-    longest = 0
-    for memory in memory_by_stage:
-        for _, get_bytes, is_sharded in components:
-            longest = max(longest, get_bytes(memory) * (shard_ranks if is_sharded else 1))
+    longest = max(
+        component.get_bytes(memory) * component.shards
+        for memory in memory_by_stage
+        for component in components
+    )
 
-    def make_box(
-        get_bytes: Callable[[PredictedMemory], int], shards: int, rank: DrawnRank
-    ) -> _TensorBox:
-        size_bytes = get_bytes(memory_by_stage[rank.stage])
-        shard = (rank.data * split.context + rank.context) % shards
-        length = size_bytes * shards / longest
-        return _TensorBox(_format_bytes(size_bytes), shards, (shard,), length=length)
+    def make_box(component: _MemoryComponent, rank: DrawnRank) -> _TensorBox:
+        size_bytes = component.get_bytes(memory_by_stage[rank.stage])
+        shard = (rank.data * split.context + rank.context) % component.shards
+        length = size_bytes * component.shards / longest
+        return _TensorBox(_format_bytes(size_bytes), component.shards, (shard,), length=length)
 
-    for name, get_bytes, is_sharded in components:
-        shards = shard_ranks if is_sharded else 1
-        yield _TensorRow(name, partial(make_box, get_bytes, shards))
+    for component in components:
+        yield _TensorRow(component.name, partial(make_box, component))
 
 
 def _format_bytes(size_bytes: int) -> str:
