@@ -46,8 +46,11 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _MTP, _STACKED_LAYERS = "mtp.", "decoder.layers."
 _EXPERTS = ".experts.experts."
 _EXPERT = re.compile(
-    r"\.experts\.(?:local_experts\.(\d+)\.(linear_fc.*)|(linear_fc\d\.\w+?)(\d+)(_[wv])?$)"
+    r"\.experts\.(?:"
+    r"local_experts\.(?P<local_number>\d+)\.(?P<local_parameter>linear_fc.*)|"
+    r"(?P<grouped_parameter>linear_fc\d\.\w+?)(?P<grouped_number>\d+)(?P<half>_[wv])?$)"
 )
+"""The two forms of an expert's name: `experts.local_experts.3.linear_fc1.weight`, and `experts.linear_fc1.weight3`."""
 _STATES = ("exp_avg", "exp_avg_sq", "fp32_param")
 _MOMENT = re.compile(rf"optimizer\.state\.(.+)\.({'|'.join(_STATES)})")
 _WRAPPED = re.compile(r"^(?:model\d*\.)?(?:module\.)*")
@@ -483,15 +486,18 @@ def _parse_name(raw_name: str) -> _CanonicalName:
     if name.startswith(_LEGACY_MODEL):
         for pattern, module in _LEGACY_MODULES.items():
             name = re.sub(pattern, module, name)
-    stack_index = list[int]()
+    stack_index: list[int] = []
     # A layer of multi-token prediction keeps its number also in the format torch_dist.
     layer = None if name.startswith(_MTP) else _LAYER.search(f".{name}")
     if layer:
         stack_index.append(int(layer[1]))
         name = _LAYER.sub(".layers.", f".{name}", count=1)[1:]
-    if expert := _EXPERT.search(name):
-        stack_index.append(int(expert[1] or expert[4]))
-        parameter = expert[2] or expert[3] + (expert[5] or "")
+    expert = _EXPERT.search(name)
+    if expert:
+        stack_index.append(int(expert["local_number"] or expert["grouped_number"]))
+        parameter = expert["local_parameter"]
+        if parameter is None:
+            parameter = expert["grouped_parameter"] + (expert["half"] or "")
         name = f"{name[: expert.start()]}{_EXPERTS}{parameter}"
     # FSDP stores gate and value of a gated MLP as two tensors, whose names end in _w and _v.
     half = {"_w": 0, "_v": 1}.get(name[-2:]) if ".linear_fc1." in name else None

@@ -54,19 +54,31 @@ class _CellEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     strategy: str = "baseline"
     model: str = ""
+    """Model; empty means that of the caller or of the file."""
     devices: str = ""
+    """Devices, such as `2cpu`; empty means those of the file."""
     label: str = ""
+    """Name of the cell in tables and in ONLY=."""
     why: str = ""
+    """Reason why the cell is trained."""
     backend: Backend | None = None
     optimizer: OptimizerName | None = None
     seed_offset: int = 0
+    """Number that is added to the caller's seed."""
     fused: bool = True
+    """Whether the cell has the caller's FUSED=. False trains without these patches."""
     base: str = ""
+    """Name in the file's `bases`, whose variables the cell has too; empty means none."""
     without: str = ""
+    """Patch that is left out of the FUSED= of entry and base; empty leaves out none."""
     settings: dict[str, VariableValue] = {}
+    """Further make variables of the cell."""
     repeats: int | None = None
+    """Number of runs; None is the caller's REPEATS=."""
     needs: str = ""
+    """Package without which the cell is left out; empty means none."""
     on_request: bool = False
+    """Whether the cell is loaded only if ONLY= names its label."""
 
 
 def load_experiment(

@@ -498,9 +498,8 @@ def _describe_missed_call(waits: Waits, state: RankEvidence) -> str:
     subject = evidence.name_rank(state.rank)
     waits_for_rank = waits.direct_waits_for([state.rank])
     if not waits_for_rank:
-        return (
-            f"{subject} {'was stopped by a signal (SIGSTOP)' if state.is_stopped else 'stopped'}."
-        )
+        end = "was stopped by a signal (SIGSTOP)" if state.is_stopped else "stopped"
+        return f"{subject} {end}."
     if state.is_stopped:
         subject += " was stopped by a signal (SIGSTOP) and"
     call = waits_for_rank[0].call
@@ -513,11 +512,10 @@ def _describe_missed_call(waits: Waits, state: RankEvidence) -> str:
     ]
     has_entered = state.last.get(group.name, -1) >= call.number and not state.is_stopped
     action = "entered, and its device never began," if has_entered else "never entered"
+    waiting = describe_waiting_ranks(waits_in_group)
     location = str(locate_call(evidence, call))
-    return (
-        f"{subject} {action} {call} of its {group.label}, in which "
-        f"{describe_waiting_ranks(waits_in_group)}{f' ({location})' if location else ''}."
-    )
+    in_brackets = f" ({location})" if location else ""
+    return f"{subject} {action} {call} of its {group.label}, in which {waiting}{in_brackets}."
 
 
 def _describe_location(waits: Waits, state: RankEvidence) -> str:

@@ -396,6 +396,7 @@ def _find_wrong_rows(
     ours, reference = _reshape_to_rows(tensor.ours), _reshape_to_rows(tensor.reference)
     if ours.shape != reference.shape or len(ours) < 2:
         return
+    # The root of the mean square norm of a row; 1 if the reference is 0 everywhere.
     usual_norm = float(np.linalg.norm(reference)) / len(reference) ** 0.5 or 1.0
     errors = np.linalg.norm(ours - reference, axis=1)
     wrong_rows = np.flatnonzero(errors > comparison.tolerance * usual_norm)

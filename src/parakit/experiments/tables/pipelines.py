@@ -71,10 +71,8 @@ def judge_claims(rows: Sequence[Entry]) -> list[str]:
                 staleness=joined(_format_staleness(pipedream).split()),
                 reference=rows[0].strategy,
             )
-    without, flushed = (
-        rows_by_strategy.get("pipedream2bw"),
-        rows_by_strategy.get("pipedream-flush2"),
-    )
+    without = rows_by_strategy.get("pipedream2bw")
+    flushed = rows_by_strategy.get("pipedream-flush2")
     if without and flushed and without.peak_bytes and flushed.peak_bytes:
         add_verdict(
             "memory",

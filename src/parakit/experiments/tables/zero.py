@@ -39,12 +39,16 @@ _BASELINE = "dp2"
 
 @dataclass(frozen=True)
 class _Method:
-    """A method's measured row and published figure, and those of the baseline; None where there is none."""
+    """A method and the baseline, each with its measured row and its published figure."""
 
     row: Entry
+    """Measured row of the method."""
     figure: Figure | None
+    """Published figure of the method; None if none was published for this model."""
     baseline: Entry | None
+    """Measured row of the baseline; None if the baseline has not run."""
     published_baseline: Figure | None
+    """Published figure of the baseline; None if none was published for this model."""
 
 
 def render(model: str, rows: Sequence[Entry]) -> str:

@@ -43,11 +43,12 @@ class Chapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer: str
     plots: list[ChapterPlot]
     lessons: dict[str, str]
-    """Two sentences by the ids of runs, several ids with spaces between them."""
+    """Two sentences on what runs teach, by the ids of these runs. A key with several ids has spaces between them."""
     exercises: list[Exercise]
     cpu_shows: str
     """What small runs on CPU ranks show of the chapter, because it is arithmetic."""
     cpu_cannot: str
+    """What small runs on CPU ranks cannot show."""
 
 
 @cache

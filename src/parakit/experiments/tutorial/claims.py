@@ -63,7 +63,9 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rows: list[int]
     """Ids of the runs that the claim is about."""
     says: str
+    """The claim of the tutorial."""
     holds: str
+    """What is true instead."""
     checks: list[tuple[str, float, str]]
     """Expression, its value, and the unit. Empty if a source alone decides."""
     source: str = ""

@@ -647,7 +647,7 @@ def _print_difference(verdict: VerifyVerdict, console: Console) -> None:
     say(console, f"  iteration  {verdict.iteration}")
     say(console, f"  ranks      {', '.join(map(str, verdict.ranks))}")
     say(console, f"  error      {verdict.error:.3g}, tolerance {verdict.tolerance:.3g}")
-    # Whether the module is wrong with the reference's tensors as inputs, too. None: it was not run with them.
+    # Whether the module is also wrong with the reference's tensors as inputs. None: it was not run with them.
     by_itself = {True: "yes", False: "no: errors of others add up", None: "not asked"}
     say(console, f"  by itself  {by_itself[verdict.confirmed]}")
     for line in verdict.also:
