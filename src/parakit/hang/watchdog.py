@@ -75,14 +75,14 @@ _MISMATCH = re.compile(
     + _FINGERPRINT.format("2")
     + ")?"
 )
-"""What TORCH_DISTRIBUTED_DEBUG=DETAIL reports; the number came with torch 2.0, the other rank's call with 1.13."""
+"""Report of TORCH_DISTRIBUTED_DEBUG=DETAIL. It has the number since torch 2.0, and the other rank's call since 1.13."""
 _LISTED = r"\[(?P<ranks>[\d, ]+)\]"
 _DESYNC = re.compile(
     _LISTED + r" (?:joined but didn't finish collective #(?P<started>\d+)"
     r"|finished collective #(?P<finished>\d+), but didn't join"
     r"|are the lagging ranks that caused this (?P<absent>timeout))"
 )
-"""What TORCH_NCCL_DESYNC_DEBUG=1 reports of the ranks of a group after a timeout."""
+"""Report of TORCH_NCCL_DESYNC_DEBUG=1 on the ranks of a group after a timeout."""
 _SNAPSHOT_HEADING = re.compile(r"^\s*#(?P<number>\d+) (?:started|finished) ranks:")
 _SNAPSHOT = re.compile(r"^\s*" + _LISTED + r" (?P<state>started|finished) (?P<operation>[A-Z_]+)")
 _TERMINATED = "watchdog thread terminated"

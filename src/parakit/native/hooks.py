@@ -99,7 +99,7 @@ class Taps:
     _micro_batch: int = -1
     """Index of the current micro batch; −1 before the first forward pass."""
     _expert_rows: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    """By layer and expert, the order of the expert's rows that follows Megatron's tokens.
+    """Order of an expert's rows that follows Megatron's tokens, by layer and expert.
 
     The orders are those of the current micro batch.
     """

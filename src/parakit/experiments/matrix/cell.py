@@ -100,7 +100,7 @@ class MatrixCell:
 
     @property
     def reference_key(self) -> tuple[object, ...]:
-        """All that the reference run depends on: cells with equal keys share one reference."""
+        """Key of the reference run: family, flags, samples, optimizer and patches. Cells with equal keys share it."""
         flags = shlex.join(self.flags)
         return (self.family.name, flags, self.samples, self.optimizer, self.patch)
 

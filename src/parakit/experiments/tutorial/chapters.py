@@ -43,12 +43,12 @@ class Chapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     answer: str
     plots: list[ChapterPlot]
     lessons: dict[str, str]
-    """Two sentences on what runs teach, by the ids of these runs. A key with several ids has spaces between them."""
+    """Lessons of runs, two sentences each, by the ids of these runs. A key with several ids has spaces between them."""
     exercises: list[Exercise]
     cpu_shows: str
-    """What small runs on CPU ranks show of the chapter, because it is arithmetic."""
+    """Arithmetic of the chapter that small runs on CPU ranks show. The text follows "CPU ranks show"."""
     cpu_cannot: str
-    """What small runs on CPU ranks cannot show."""
+    """Part that small runs on CPU ranks cannot show. The text follows "They cannot"."""
 
 
 @cache

@@ -65,7 +65,7 @@ class Claim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     says: str
     """The claim of the tutorial."""
     holds: str
-    """What is true instead."""
+    """The correction: a statement that is true in place of the claim."""
     checks: list[tuple[str, float, str]]
     """Expression, its value, and the unit. Empty if a source alone decides."""
     source: str = ""

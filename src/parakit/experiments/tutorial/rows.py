@@ -45,9 +45,9 @@ class TutorialRow:
     model: str
     gpus: int
     label: str
-    """What the table says that ran."""
+    """Description of the run in the tutorial's table."""
     strategy: str
-    """What the script's flags make run, in the grammar of strategies."""
+    """Strategy that the flags of the script select, such as `tp2pp4`. It may differ from the label."""
     global_batch: int
     micro_batch: int
     seq_length: int

@@ -1,1 +1,1 @@
-"""Two runs of one configuration, compared tensor by tensor."""
+"""Train two runs of one configuration and compare them tensor by tensor."""

@@ -62,7 +62,7 @@ class Proof:
     claim: str
     outcome: VerifyOutcome
     detail: str
-    """What was compared and how close it was, or what is wrong."""
+    """The compared values and how close they are, or the error."""
 
 
 def verify_hf(

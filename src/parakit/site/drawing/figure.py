@@ -99,7 +99,7 @@ _SHARDINGS = {
     "fsdp2": "PyTorch's FSDP2: weights, gradients and the optimizer's state are split as under ZeRO-3. "
     "A layer's weights are gathered before its forward and before its backward.",
 }
-"""What a sharding does, in sentences, by its name."""
+"""Sentences on the effect of each sharding, by the name of the sharding."""
 
 
 def _caption_sentences(spec: RunSpec, ranks: list[DrawnRank]) -> Iterator[str]:
