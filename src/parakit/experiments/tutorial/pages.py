@@ -86,9 +86,9 @@ def heading_of_claim(key: str) -> str:
 
     The anchor of the heading is the key, because anchors have neither capitals nor question marks.
     """
-    first, *others = [_SPELLINGS.get(word, word) for word in key.split("-")]
+    first, *further = [_SPELLINGS.get(word, word) for word in key.split("-")]
     capitalised = first[0].upper() + first[1:]
-    heading = " ".join((capitalised, *others))
+    heading = " ".join((capitalised, *further))
     return f"{heading}?" if first in _QUESTION_WORDS else heading
 
 
