@@ -136,6 +136,42 @@ def test_a_broken_loss_differs_in_losses_and_not_in_millions_of_digits(tmp_path)
     assert plot.series[0].y == pytest.approx([2.0] * len(plot.series[0].y))
 
 
+def test_each_model_has_a_picture_of_its_own(tmp_path):
+    for model, base in (("gpt2-tiny", 9.0), ("moe-tiny", 5.0)):
+        losses = [base, base - 1, base - 2]
+        write_run(tmp_path, run_record(model, model=model), log_text([100.0] * 3, losses))
+    pictures = plots(tmp_path)
+    assert list(pictures) == ["times", "times-2", "losses", "losses-2"]
+    assert [plot.title for plot in pictures.values()][2:] == ["Loss, gpt2-tiny", "Loss, moe-tiny"]
+    assert [plot.series[0].y[0] for plot in pictures.values()][2:] == [9.0, 5.0]
+    assert {plot.quantity for plot in pictures.values()} == {"times", "losses"}
+
+
+def test_losses_can_be_drawn_over_tokens_and_seconds(tmp_path):
+    record = run_record("a")
+    write_run(tmp_path, record, log_text([400.0, 100.0, 500.0], [9.0, 8.0, 7.0]))
+    (series,) = plots(tmp_path)["losses"].series
+    run = report_of(tmp_path).entries[0].run
+    tokens_per_iteration = run.global_batch_size * run.seq_length
+    assert series.tokens == [n * tokens_per_iteration for n in series.x]
+    assert series.seconds == [[0.4, 0.5, 1.0][n - 1] for n in series.x]
+
+
+def test_a_log_that_lacks_iterations_has_no_seconds(tmp_path):
+    lines = [iteration_line(n, 100.0, 9 - n) for n in (5, 6, 7)]
+    write_run(tmp_path, run_record("a"), "\n".join([*lines, ""]))
+    (series,) = plots(tmp_path)["losses"].series
+    assert series.seconds == []
+
+
+def test_equal_losses_are_drawn_apart_only_over_seconds(tmp_path):
+    for name, strategy, time in (("a", "baseline", 100.0), ("b", "dp2", 50.0)):
+        write_run(tmp_path, run_record(name, strategy), log_text([time] * 4, [9.0, 8.0, 7.0, 6.0]))
+    plot = plots(tmp_path)["losses"]
+    assert len(plot.series) == len(plot.coinciding) == 1
+    assert plot.coinciding[0].seconds[-1] == plot.series[0].seconds[-1] / 2
+
+
 def test_text_of_a_log_cannot_end_the_script(tmp_path):
     write_run(tmp_path, run_record("$x_<b>$"), log_text([9.0, 8.0, 7.0]))
     report = report_of(tmp_path)

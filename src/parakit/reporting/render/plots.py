@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from parakit.logs import EXTRA_METRIC_PREFIX, LOG_LINE, Run
-from parakit.reporting.analyse.entry import Entry, entry_names, loss_differences
+from parakit.reporting.analyse.entry import Entry, loss_differences
 from parakit.reporting.analyse.parity import loss_points
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.canvas import extreme_indexes
@@ -26,6 +26,8 @@ MAX_SERIES = 12
 MAX_POINTS = 500
 """Largest number of points per curve: more than the page's width has pixels for."""
 MAX_MARKS = 9
+_MAX_PANELS = 4
+"""Largest number of models with pictures of their own; the rows of further models have no curves."""
 _MAX_EXTRA_METRICS = 6
 
 Curve = tuple[NDArray[np.int64], NDArray[np.float64]]
@@ -45,6 +47,10 @@ class Series:
     """Line of the run's log per point; None or empty if the point is in no log line (TensorBoard, a parent's log)."""
     means: list[float] = field(default_factory=list)
     """Mean of the values around each point, which is drawn bold over faint values; empty if values are drawn alone."""
+    tokens: list[int] = field(default_factory=list)
+    """Tokens trained until each point; empty if batch or sequence length are unknown, or not asked for."""
+    seconds: list[float] = field(default_factory=list)
+    """Sum of the iteration times until each point; empty if a time is unknown, or not asked for."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,9 @@ class Plot:
     """Picture with its curves."""
 
     name: str
+    """Distinct name of the picture: the quantity, with a number from the second model on."""
+    quantity: str
+    """Name of the quantity, such as `losses`; pictures of several models share it."""
     title: str
     text: str
     """Description, with the number of rows; it is the picture's text alternative too."""
@@ -72,6 +81,8 @@ class Plot:
     """True draws later curves thinner and dashed, because curves may lie on one another."""
     dots: bool = False
     """True draws points without a line between them."""
+    coinciding: tuple[Series, ...] = ()
+    """Curves that coincide with a curve of `series` by iteration, and are drawn over time only."""
 
 
 def build_plots(report: Report) -> list[Plot]:
@@ -81,46 +92,109 @@ def build_plots(report: Report) -> list[Plot]:
     metrics that the kit does not know are plotted.
     """
     entries = report.entries
-    medians = [entry.time_ms for entry in entries if entry.time_ms]
-    # If times differ widely, each row is drawn relative to its median, or one axis would flatten some rows.
-    is_relative = len(medians) > 1 and max(medians) > _FAR * min(medians)
-    read_grad_norm = _column_reader("grad_norm")
     plots = [
-        _build_plot(
-            "times",
-            "Iteration time",
-            "of its median" if is_relative else "ms",
-            entries,
-            _time_reader(is_relative=is_relative),
-            clip=True,
-        ),
+        *_build_panels(entries, _build_time_plot),
         *build_loss_plots(entries),
-        _build_plot("grad-norm", "Gradient norm", "grad norm", entries, read_grad_norm, clip=True),
-        _build_plot("learning-rate", "Learning rate", "", entries, _column_reader("learning_rate")),
-        _build_plot("loss-scale", "Loss scale", "", entries, _column_reader("loss_scale")),
+        *_build_quantity_plots("grad-norm", "Gradient norm", "grad norm", entries),
+        *_build_quantity_plots("learning-rate", "Learning rate", "", entries),
+        *_build_quantity_plots("loss-scale", "Loss scale", "", entries),
     ]
     # A dictionary keeps the order in which the logs print the metrics.
     extra_metrics: dict[str, None] = {}
     for entry in entries:
         extra_metrics |= dict.fromkeys(entry.run.log.iterations.other_names)
     for index, metric in enumerate(list(extra_metrics)[:_MAX_EXTRA_METRICS], start=1):
-        read_metric = _column_reader(EXTRA_METRIC_PREFIX + metric)
-        plots.append(_build_plot(f"other-{index}", metric, metric, entries, read_metric))
-    return [plot for plot in plots if plot is not None]
+        column = EXTRA_METRIC_PREFIX + metric
+        plots += _build_quantity_plots(f"other-{index}", metric, metric, entries, column)
+    return plots
 
 
 def build_loss_plots(entries: Sequence[Entry], *, merges: bool = True) -> list[Plot]:
-    """Return the plots of the losses, and of the differences from the references. A plot without curves is left out.
+    """Return the plots of the losses, and of the differences from the references, one per model.
 
-    The page and the chart `loss.svg` both draw these plots.
+    A plot without curves is left out. The page and the chart `loss.svg` both draw these plots.
 
     Args:
         entries: Rows of the report.
         merges: True draws curves that coincide as one curve, labelled with their number.
     """
-    losses = _build_plot("losses", "Loss", "lm loss", entries, loss_points, merges=merges)
-    differences = _build_difference_plot(entries)
-    return [plot for plot in (losses, differences) if plot is not None]
+
+    def build_losses(entries: Sequence[Entry], indexes: Sequence[int]) -> Plot | None:
+        return _build_plot(
+            "losses", "Loss", "lm loss", entries, indexes, loss_points, merges=merges
+        )
+
+    return [
+        *_build_panels(entries, build_losses),
+        *_build_panels(entries, _build_difference_plot),
+    ]
+
+
+def _build_panels(
+    entries: Sequence[Entry], build: Callable[[Sequence[Entry], Sequence[int]], Plot | None]
+) -> list[Plot]:
+    """Return one plot per model, because the axis of one model would flatten the curves of another.
+
+    The titles name the models if the report has several. At most `_MAX_PANELS` models have a plot; the text of
+    the last plot has the number of the others.
+
+    Args:
+        entries: Rows of the report.
+        build: Function that returns the plot of the rows at the given indexes, or None without curves.
+    """
+    indexes_by_model: dict[str, list[int]] = {}
+    for index, entry in enumerate(entries):
+        indexes_by_model.setdefault(entry.run.model, []).append(index)
+    plots: list[Plot] = []
+    num_left_out = 0
+    for model, indexes in indexes_by_model.items():
+        plot = build(entries, indexes)
+        if plot is None:
+            continue
+        if len(plots) == _MAX_PANELS:
+            num_left_out += 1
+            continue
+        if plots:
+            plot = replace(plot, name=f"{plot.name}-{len(plots) + 1}")
+        if len(indexes_by_model) > 1:
+            plot = replace(plot, title=f"{plot.title}, {model or 'model not named'}")
+        plots.append(plot)
+    if num_left_out:
+        text = f"{plots[-1].text} {num_left_out} more models have no picture."
+        plots[-1] = replace(plots[-1], text=text)
+    return plots
+
+
+def _build_quantity_plots(
+    name: str, title: str, unit: str, entries: Sequence[Entry], column: str = ""
+) -> list[Plot]:
+    """Return the plots of one quantity of the log lines, one per model.
+
+    Args:
+        name: Name of the picture.
+        title: Title.
+        unit: Unit of the values.
+        entries: Rows of the report.
+        column: Column of the iterations; empty if it is the picture's name with underscores.
+    """
+    curve = _column_reader(column or name.replace("-", "_"))
+
+    def build(entries: Sequence[Entry], indexes: Sequence[int]) -> Plot | None:
+        clip = name == "grad-norm"
+        return _build_plot(name, title, unit, entries, indexes, curve, clip=clip)
+
+    return _build_panels(entries, build)
+
+
+def _build_time_plot(entries: Sequence[Entry], indexes: Sequence[int]) -> Plot | None:
+    """Return the plot of the iteration times of the rows at the given indexes; None without times."""
+    medians = [entries[index].time_ms for index in indexes]
+    known = [median for median in medians if median]
+    # If times differ widely, each row is drawn relative to its median, or one axis would flatten some rows.
+    is_relative = len(known) > 1 and max(known) > _FAR * min(known)
+    unit = "of its median" if is_relative else "ms"
+    reader = _time_reader(is_relative=is_relative)
+    return _build_plot("times", "Iteration time", unit, entries, indexes, reader, clip=True)
 
 
 def encode_plots(plots: Sequence[Plot]) -> str:
@@ -134,6 +208,7 @@ def _build_plot(
     title: str,
     unit: str,
     entries: Sequence[Entry],
+    indexes: Sequence[int],
     curve: Callable[[Run], Curve],
     *,
     clip: bool = False,
@@ -146,13 +221,14 @@ def _build_plot(
         title: Title.
         unit: Unit of the values.
         entries: Rows of the report.
+        indexes: Indexes of the rows that may have a curve.
         curve: Function that reads a run's iterations and values.
         clip: True draws values far beyond the others as arrows.
         merges: False draws every curve, also those that coincide.
     """
     curves: dict[int, Curve] = {}
-    for index, entry in enumerate(entries):
-        iterations, values = curve(entry.run)
+    for index in indexes:
+        iterations, values = curve(entries[index].run)
         if len(iterations) > 1:
             curves[index] = iterations, values
     if not curves:
@@ -167,16 +243,39 @@ def _build_plot(
     text = _TEXTS.get(name, f"{title} by iteration, of the newest run of each row.")
     if len(shown) > len(drawn):
         text += f" The first {len(drawn)} of {len(shown)} rows."
-    labels = _label_merged_curves(entry_names(entries), coinciding)
+    # The title names the model, so the labels need not.
+    labels = _label_merged_curves([entry.label for entry in entries], coinciding)
     series = []
     for index in drawn:
         iterations, values = curves[index]
         drawn_series = _build_series(labels[index], index, entries[index].run, iterations, values)
         if name == "losses":
             drawn_series = _add_means(drawn_series, iterations, values)
+            drawn_series = _add_progress(drawn_series, entries[index].run)
         series.append(drawn_series)
-    marks = _list_marks(name, [entries[index] for index in drawn], names_rows=len(entries) > 1)
-    return Plot(name, title, text, unit, tuple(series), marks, clip, overlap=may_coincide)
+    coinciding_series: list[Series] = []
+    if name == "losses":
+        # Runs with equal losses by iteration may need different times for them.
+        for index in list(coinciding)[: MAX_SERIES - len(drawn)]:
+            iterations, values = curves[index]
+            hidden_series = _build_series(
+                labels[index], index, entries[index].run, iterations, values
+            )
+            hidden_series = _add_means(hidden_series, iterations, values)
+            coinciding_series.append(_add_progress(hidden_series, entries[index].run))
+    marks = _list_marks(name, [entries[index] for index in drawn], names_rows=len(indexes) > 1)
+    return Plot(
+        name=name,
+        quantity=name,
+        title=title,
+        text=text,
+        unit=unit,
+        series=tuple(series),
+        marks=marks,
+        clip=clip,
+        overlap=may_coincide,
+        coinciding=tuple(coinciding_series),
+    )
 
 
 def _label_merged_curves(labels: Sequence[str], coinciding: Mapping[int, int]) -> list[str]:
@@ -304,6 +403,31 @@ def _add_means(series: Series, x: NDArray[np.int64], y: NDArray[np.float64]) -> 
     return replace(series, means=[float(f"{mean:.7g}") for mean in shown.tolist()])
 
 
+def _add_progress(series: Series, run: Run) -> Series:
+    """Return the curve with the tokens and the seconds of training until each point, as far as the log has them.
+
+    Tokens need a batch size and a sequence length that hold for the whole run. Seconds need the time of every
+    iteration of the log, from the first iteration on.
+    """
+    batch, sequence, table = run.global_batch_size, run.seq_length, run.log.iterations
+    tokens: list[int] = []
+    sizes = table.values("global_batch_size")[table.known("global_batch_size")]
+    has_constant_batch = bool(np.all(sizes == batch)) if len(sizes) else True
+    if batch and sequence and has_constant_batch:
+        tokens = [iteration * batch * sequence for iteration in series.x]
+    milliseconds, numbers = table.values("elapsed_ms"), table.numbers
+    seconds: list[float] = []
+    # Without the first iterations, or with a gap, a sum would be the time of a part of the run.
+    is_complete = len(numbers) > 0 and np.array_equal(numbers, np.arange(1, len(numbers) + 1))
+    if is_complete and bool(np.all(table.known("elapsed_ms") & np.isfinite(milliseconds))):
+        ends = np.cumsum(milliseconds) / _MS_PER_SECOND
+        seconds = [float(f"{ends[iteration - 1]:.7g}") for iteration in series.x]
+    return replace(series, tokens=tokens, seconds=seconds)
+
+
+_MS_PER_SECOND = 1e3
+
+
 def _column_reader(name: str) -> Callable[[Run], Curve]:
     """Return a function that reads a column of a run's iterations as a curve, without values that are not finite."""
 
@@ -333,30 +457,43 @@ def _time_reader(*, is_relative: bool) -> Callable[[Run], Curve]:
     return curve
 
 
-def _build_difference_plot(entries: Sequence[Entry]) -> Plot | None:
-    """Return the plot of the losses minus those of the references; None if all losses are equal."""
-    labels = entry_names(entries)
-    # Of losses that agree, the last digit counts; of others, the loss.
-    is_broken = any(entry.parity.is_broken for entry in entries)
-    series = tuple(
-        _build_series(
-            labels[difference.index],
-            difference.index,
-            difference.run,
-            np.array(difference.iterations),
-            np.array(difference.losses if is_broken else difference.units),
-        )
-        for difference in loss_differences(entries)
-    )
-    if not series:
+def _build_difference_plot(entries: Sequence[Entry], indexes: Sequence[int]) -> Plot | None:
+    """Return the plot of the losses minus those of the references; None if all losses are equal.
+
+    Args:
+        entries: Rows of the report.
+        indexes: Indexes of the rows that may have a curve.
+    """
+    # The last digit shows how equal losses are; different losses are shown by their difference.
+    is_broken = any(entries[index].parity.is_broken for index in indexes)
+    series: list[Series] = []
+    for difference in loss_differences(entries):
+        if difference.index in indexes:
+            iterations = np.array(difference.iterations)
+            values = np.array(difference.losses if is_broken else difference.units)
+            series.append(
+                _build_series(
+                    entries[difference.index].label,
+                    difference.index,
+                    difference.run,
+                    iterations,
+                    values,
+                )
+            )
+    if not any(any(curve.y) for curve in series):
         return None
     text = "Loss minus the reference's loss, in units of the last digit that Megatron prints."
+    unit = "units of the last digit"
     if is_broken:
-        text = "Loss minus the reference's loss."
+        text, unit = "Loss minus the reference's loss.", "lm loss"
     if len(series) > MAX_SERIES:
         text += f" The first {MAX_SERIES} of {len(series)} rows."
-    title, unit = (
-        "Loss against the reference",
-        "lm loss" if is_broken else "units of the last digit",
+    return Plot(
+        name="differences",
+        quantity="differences",
+        title="Loss against the reference",
+        text=text,
+        unit=unit,
+        series=tuple(series[:MAX_SERIES]),
+        dots=True,
     )
-    return Plot("differences", title, text, unit, series[:MAX_SERIES], dots=True)

@@ -195,6 +195,12 @@ _PAGE_COLUMNS = (
     _STATUS,
     _TIME,
     _INTERVAL,
+    Column[Entry](
+        "Tokens/s/device",
+        lambda e: e.rates.tokens_per_second_per_device,
+        number,
+        why=_why_no_tokens,
+    ),
     _SPEED,
     _RATE,
     _LOSS,
@@ -203,12 +209,6 @@ _PAGE_COLUMNS = (
     _MEMORY,
     Column[Entry]("Device memory", lambda e: e.device_bytes, size, why="no reading of a device"),
     _SENT,
-    Column[Entry](
-        "Tokens/s/device",
-        lambda e: e.rates.tokens_per_second_per_device,
-        number,
-        why=_why_no_tokens,
-    ),
     Column[Entry](
         "TFLOP/s/device",
         _doubtful(lambda e: e.rates.model_tflops_per_device, number),

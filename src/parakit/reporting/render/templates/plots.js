@@ -44,12 +44,9 @@
   class Curves {
     constructor(figure, plot) {
       Object.assign(this, { figure, plot, hidden: new Set(), cursor: null });
-      const ends = plot.series.flatMap((s) => [s.x[0], s.x[s.x.length - 1]]);
-      const room = plot.dots ? 0.5 : 0;
-      this.whole = [Math.min(...ends) - room, Math.max(...ends) + room];
-      this.range = [...this.whole];
       this.place = figure.querySelector(".plot");
-      this.controls();
+      this.bar = html(this.place, "div", "legend");
+      this.measure("iteration");
       this.svg = add(this.place, "svg", {
         role: "img", tabindex: "0", "aria-label": `${plot.title}. ${plot.text}`,
       });
@@ -60,10 +57,32 @@
       this.draw();
     }
 
+    // Curves that coincide by iteration differ in time, so they are drawn over seconds only.
+    over(scale) {
+      const { series, coinciding } = this.plot;
+      if (scale === "iteration") return series;
+      const curves = scale === "seconds" ? [...series, ...coinciding] : series;
+      return curves.every((one) => one[scale].length) ? curves.map((one) => ({ ...one, x: one[scale] })) : [];
+    }
+
+    measure(scale) {
+      this.scaled = scale;
+      this.series = this.over(scale);
+      this.hidden.clear();
+      this.cursor = null;
+      const ends = this.series.flatMap((s) => [s.x[0], s.x[s.x.length - 1]]);
+      const room = this.plot.dots ? 0.5 : 0;
+      this.whole = [Math.min(...ends) - room, Math.max(...ends) + room];
+      this.range = [...this.whole];
+      this.controls();
+    }
+
     controls() {
-      const bar = html(this.place, "div", "legend");
-      if (this.plot.series.length > 1 || this.plot.overlap) this.plot.series.forEach((series, place) => {
-        const button = html(bar, "button", this.named(series), series.label);
+      const { bar, series } = this;
+      bar.replaceChildren();
+      if (series.length > 1 || this.plot.overlap) series.forEach((one, place) => {
+        const label = this.scaled === "seconds" ? one.label.replace(/ \(\d+ others? coincides?\)$/, "") : one.label;
+        const button = html(bar, "button", this.named(one), label);
         button.type = "button";
         button.setAttribute("aria-pressed", "true");
         button.addEventListener("click", () => {
@@ -72,9 +91,24 @@
           this.draw();
         });
       });
+      const scales = ["iteration", "tokens", "seconds"].filter((scale) => this.over(scale).length);
+      if (scales.length > 1) {
+        const choice = html(bar, "label", "scales", "over ").appendChild(document.createElement("select"));
+        for (const scale of scales) choice.add(new Option(scale, scale, false, scale === this.scaled));
+        choice.addEventListener("change", () => {
+          this.measure(choice.value);
+          this.draw();
+          this.bar.querySelector("select").focus();
+        });
+      }
       this.reset = html(bar, "button", "reset", "whole run");
       this.reset.type = "button";
       this.reset.addEventListener("click", () => this.zoom(this.whole));
+    }
+
+    written(x) {
+      return this.scaled === "tokens"
+        ? x.toLocaleString("en", { notation: "compact", maximumFractionDigits: 2 }) : written(x);
     }
 
     named(series) {
@@ -111,7 +145,7 @@
     key(event) {
       const step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
       const factor = { "+": 0.5, "=": 0.5, "-": 2 }[event.key];
-      const series = this.plot.series.find((_, place) => !this.hidden.has(place));
+      const series = this.series.find((_, place) => !this.hidden.has(place));
       if (step && series) {
         const from = this.cursor === null ? this.range[step > 0 ? 0 : 1] : this.cursor;
         const place = nearest(series.x, from) + (this.cursor === null ? 0 : step);
@@ -127,7 +161,8 @@
 
     zoom([low, high]) {
       this.range = [Math.max(low, this.whole[0]), Math.min(high, this.whole[1])];
-      if (this.range[1] - this.range[0] < 2) this.range = [...this.whole];
+      const least = this.scaled === "iteration" ? 2 : (this.whole[1] - this.whole[0]) / 500;
+      if (this.range[1] - this.range[0] < least) this.range = [...this.whole];
       this.draw();
     }
 
@@ -148,7 +183,7 @@
 
     visible() {
       const [low, high] = this.range;
-      return this.plot.series.map((series, place) => {
+      return this.series.map((series, place) => {
         const from = series.x.findIndex((x) => x >= low);
         let to = series.x.findLastIndex((x) => x <= high);
         // One point beyond either edge, so that the line continues.
@@ -198,11 +233,12 @@
         add(svg, "text", { x: PAD.left - 7, y: place + 4, "text-anchor": "end" }, written(y));
       }
       for (const x of ticks(...this.range, Math.max(2, Math.floor(this.width / 110)))) {
-        if (!Number.isInteger(x)) continue;
-        add(svg, "text", { x: this.at(x), y: bottom + 17, "text-anchor": "middle" }, x.toLocaleString("en"));
+        if (this.scaled === "iteration" && !Number.isInteger(x)) continue;
+        const text = this.scaled === "iteration" ? x.toLocaleString("en") : this.written(x);
+        add(svg, "text", { x: this.at(x), y: bottom + 17, "text-anchor": "middle" }, text);
       }
       add(svg, "line", { class: "axis", x1: PAD.left, x2: this.width - PAD.right, y1: bottom, y2: bottom });
-      add(svg, "text", { x: this.width - PAD.right, y: HEIGHT - 6, "text-anchor": "end" }, "iteration");
+      add(svg, "text", { x: this.width - PAD.right, y: HEIGHT - 6, "text-anchor": "end" }, this.scaled);
       add(svg, "text", { x: 4, y: 12 }, plot.unit);
     }
 
@@ -233,12 +269,12 @@
 
     // Dots that lie on one another are drawn beside one another, as far as there is room for it.
     aside(place, count) {
-      const rows = this.plot.series.length, span = this.width - PAD.left - PAD.right;
+      const rows = this.series.length, span = this.width - PAD.left - PAD.right;
       return this.plot.dots ? (place - (rows - 1) / 2) * Math.min(5, (0.7 * span) / count / rows) : 0;
     }
 
     stroke(series, place) {
-      const many = this.plot.series.length;
+      const many = this.series.length;
       if (!this.plot.overlap || many < 2) return series.colour >= 8 ? { "stroke-dasharray": "5 3" } : {};
       const width = `stroke-width: ${(3.6 - (2.2 * place) / (many - 1)).toFixed(2)}`;
       return place ? { style: width, "stroke-dasharray": `5 ${3 + 2 * place}` } : { style: width };
@@ -246,6 +282,7 @@
 
     marks() {
       let last = -99, level = 0;
+      if (this.scaled !== "iteration") return;
       const shown = this.plot.marks.map((mark, place) => ({ ...mark, number: place + 1 }))
         .filter((mark) => mark.x >= this.range[0] && mark.x <= this.range[1]);
       for (const mark of shown) {
@@ -282,10 +319,12 @@
       const cursor = this.at(closest);
       add(this.hover, "line", { class: "cursor", x1: cursor, x2: cursor, y1: PAD.top, y2: HEIGHT - PAD.bottom });
       this.tip.replaceChildren();
-      html(this.tip, "strong", "", `iteration ${closest.toLocaleString("en")}`);
+      const by = this.scaled === "iteration";
+      const read = (value) => by ? value.toLocaleString("en") : this.written(value);
+      html(this.tip, "strong", "", by ? `iteration ${read(closest)}` : `${read(closest)} ${this.scaled}`);
       for (const { series, k, place, from, to } of parts) {
-        const away = series.x[k] === closest ? "" : ` (at ${series.x[k].toLocaleString("en")})`;
-        const value = `${written(series.y[k], 7)} ${this.plot.series.length > 1 ? series.label : this.plot.unit}`;
+        const away = series.x[k] === closest ? "" : ` (at ${read(series.x[k])})`;
+        const value = `${written(series.y[k], 7)} ${this.series.length > 1 ? series.label : this.plot.unit}`;
         const line = series.log_lines[k] ? `, log line ${series.log_lines[k].toLocaleString("en")}` : "";
         html(this.tip, "span", this.named(series), value + away + line);
         const y = Math.max(PAD.top, this.high(series.y[k]));
