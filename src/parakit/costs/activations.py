@@ -316,20 +316,20 @@ def _norm_and_dropout_tensors(spec: RunSpec) -> Iterator[_Tensor]:
 
 
 def _mtp_joining_tensors(spec: RunSpec) -> Iterator[_Tensor]:
-    """Yield the stored tensors that a layer of multi-token prediction adds to those of its
-    transformer layer.
+    """Yield the stored tensors that a layer of multi-token prediction adds to those of its transformer layer.
 
-    Three norms store their inputs: embeddings, preceding hidden states and the layer's output. The projection
-    stores its input, which is twice as wide as the hidden state. All MTP layers share one input of the output
-    layer, and each MTP layer counts its own part (`multi_token_prediction.py`).
-
-    The transformer layer's input is a view of the projection's output. Sequence parallelism does not split that
-    output, so the full output is stored.
+    The source is `multi_token_prediction.py` of Megatron 0.19.
     """
     elements = spec.micro_batch_tokens * spec.shape.hidden
     elements_per_rank = elements // spec.sequence_shards
-    yield _stored_tensor(spec, 4 * elements_per_rank)
+    # Three norms store their inputs: the embeddings, the preceding hidden states and the layer's output. The output
+    # layer gets the outputs of all MTP layers in one tensor, of which this layer's output is a part.
+    num_hidden_states = 4
+    yield _stored_tensor(spec, num_hidden_states * elements_per_rank)
+    # The input of the projection is the embeddings beside the hidden states, so it is twice as wide.
     yield _linear_input(spec, 2 * elements_per_rank)
+    # The transformer layer's input, which that layer counts as one rank's part, is a view of the projection's output.
+    # Sequence parallelism does not split that output, so the other ranks' parts are stored as well.
     yield _stored_tensor(spec, elements - elements_per_rank)
 
 

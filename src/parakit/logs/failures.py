@@ -118,9 +118,9 @@ class ErrorCollector:
     def __init__(self) -> None:
         self._errors: list[LoggedError] = []
         self._frames: dict[int | None, str] = {}
-        """Innermost frame so far (file and line) of each open traceback, by rank."""
+        """Innermost frame so far (file and line) of each open traceback, by rank; empty before its first frame."""
         self._sources: dict[int | None, str] = {}
-        """Source code of that frame, by rank."""
+        """Source code of that frame, by rank; empty until the line with the code, which follows the frame's line."""
         self._in_epilogue = False
         self._ignored = False
         """True if Python ignores the next exception."""
@@ -175,17 +175,16 @@ class ErrorCollector:
         return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by)
 
     def _follow_traceback(self, line: str) -> None:
-        """Read a line within a traceback. The line with the exception ends the traceback."""
+        """Read a line that may belong to the open traceback of its rank.
+
+        Indented lines are the frame's file and line, and then its source code. The first other line that names an
+        exception ends the traceback and is stored as an error.
+        """
         rank, text = _split_prefix(line)
         if rank not in self._frames:
             return
         if text[:1].isspace():
-            frame = _FRAME.match(text)
-            if frame:
-                self._frames[rank] = f"{frame[1].rsplit('/', 1)[-1]}:{frame[2]}"
-                self._sources[rank] = ""
-            elif not self._sources.get(rank):
-                self._sources[rank] = text.strip()
+            self._read_frame(rank, text)
             return
         match = _EXCEPTION.match(text.rstrip())
         if not match:
@@ -200,6 +199,15 @@ class ErrorCollector:
             if source.startswith("assert "):
                 message = f"{source.removeprefix('assert ')} does not hold, {message}"
         self._add_error(kind, message, rank, kind in _WRAPPING_KINDS)
+
+    def _read_frame(self, rank: int | None, text: str) -> None:
+        """Read an indented line of a rank's traceback: the file and line of a frame, or the frame's source code."""
+        frame = _FRAME.match(text)
+        if frame:
+            self._frames[rank] = f"{frame[1].rsplit('/', 1)[-1]}:{frame[2]}"
+            self._sources[rank] = ""
+        elif not self._sources.get(rank):
+            self._sources[rank] = text.strip()
 
     def _feed_unexpected_result(self, line: str) -> None:
         """Read the report of an unexpected result, such as a loss that is NaN, with its rank and iteration."""

@@ -31,6 +31,7 @@ _MAX_WINDOW = 1 << 27
 _WIDEST, _NARROWEST = 250, 60
 _SAMPLE_BYTES = 1 << 21
 _MIN_FULL = 3
+"""Lines that end at the width, or in a blank, from which on a log may have been cut there."""
 _MIN_GAIN = 1.3
 """Ratio of the numbers in joined lines to those in the lines as they are, above which lines are joined."""
 _WEIGHT = 4
@@ -67,10 +68,11 @@ class Fold:
     cut: Cut
 
     def joint(self, line: bytes, following: bytes) -> bytes | None:
-        """Return the text that undoes a cut between `line` and `following`: the blank that was lost, or nothing.
+        """Return the text to put between two lines that were one line: a blank if the cut has lost one, else nothing.
 
         None means that `following` does not continue `line`.
         """
+        # Without a blank before the width, every program cuts at the width.
         if self.cut is Cut.ANYWHERE or b" " not in line:
             return b"" if len(line) == self.width else None
         if self.cut is Cut.BEHIND_BLANKS and not line.endswith(b" "):
@@ -79,12 +81,14 @@ class Fold:
             return None
         # The line was cut only if the next word did not fit, with a blank before or after it.
         word = following.split(b" ", 1)[0]
-        blank = b" " if self.cut is Cut.AT_BLANKS else b""
-        needed = len(line) + len(word) + (bool(blank) or len(word) < len(following))
-        # The number of lost blanks is unknown. After these texts a padded number follows.
+        if self.cut is Cut.BEHIND_BLANKS:
+            blank_after_word = 1 if len(word) < len(following) else 0
+            return b"" if len(line) + len(word) + blank_after_word > self.width else None
+        if len(line) + 1 + len(word) > self.width:
+            return b" "
+        # Numbers after these texts are padded with blanks. The cut has lost all of them, so the line may be short.
         texts_before_padding = (b":", b"/", *(format_.mark for format_ in load_line_formats()))
-        is_padded = bool(blank) and line.endswith(texts_before_padding)
-        return blank if needed > self.width or is_padded else None
+        return b" " if line.endswith(texts_before_padding) else None
 
 
 def open_log(
@@ -149,19 +153,21 @@ def _find_formats(text: str) -> tuple[LineFormat, ...]:
 def _unfold_sample(sample: bytes) -> tuple[Fold | None, bytes]:
     """Return how the lines of a log's beginning were cut, and this beginning with the lines joined.
 
-    Every possible way of cutting is undone, and the way that reveals most numbers of iterations is chosen. None
-    means that no way reveals clearly more numbers than the lines as they are. The beginning is then returned
-    unchanged.
+    The lines are joined once for each kind of cut that they may have. The kind whose joined lines contain the most
+    iteration times, losses and other values is chosen. None means that no kind gives clearly more values than the
+    lines as they are. The beginning is then returned unchanged.
     """
     lines = sample.split(b"\n")[:-1]
     width = max(map(len, lines), default=0)
     if not _NARROWEST <= width <= _WIDEST:
         return None, sample
-    folds = [Fold(width, Cut.AT_BLANKS)]
-    if sum(line.endswith(b" ") for line in lines) >= _MIN_FULL:
-        folds.insert(0, Fold(width, Cut.BEHIND_BLANKS))
+    # If two kinds give equally many values, the first one is taken, because it loses no blank.
+    folds = []
     if sum(len(line) == width for line in lines) >= _MIN_FULL:
-        folds.insert(0, Fold(width, Cut.ANYWHERE))
+        folds.append(Fold(width, Cut.ANYWHERE))
+    if sum(line.endswith(b" ") for line in lines) >= _MIN_FULL:
+        folds.append(Fold(width, Cut.BEHIND_BLANKS))
+    folds.append(Fold(width, Cut.AT_BLANKS))
     joined_samples = []
     for fold in folds:
         pieces = _unfold(_number_lines([sample]), fold)

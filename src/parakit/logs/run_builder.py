@@ -102,6 +102,7 @@ class RunBuilder:
         self._listed: dict[str, str] = {}
         self._ahead: NumbersAhead | None = None
         self._stored_ahead: dict[str, Any] = {}
+        """What completing functions of a dialect keep from one block to the next, such as the units of counts."""
         self._step_ahead: StepAhead | None = None
         self._are_numbered = False
         """True if an iteration without a number of its own got the number of an earlier line."""
@@ -117,18 +118,21 @@ class RunBuilder:
         return not needs_mark and last is not None and iteration > last.iteration
 
     def restart(self, pending: RunBuilder | None = None) -> None:
-        """Record that training starts again.
+        """Record that training of this run starts again; the ending that was read before no longer counts.
 
-        If `pending` is given, its lines since the new start are taken over.
+        Args:
+            pending: Builder that has read the lines since the new start. Its errors replace those before the start,
+                which the run survived; its arguments and other facts are added. None if the log shows no start.
         """
         self._lines_since_start = 0
         self._restarting = True
         self._facts.pop(Ending, None)
-        # Counts of the new start need not continue those of the start before.
-        self._stored_ahead = pending._stored_ahead if pending else {}
         if pending is None:
+            self._stored_ahead = {}
             return
-        self._errors = pending._errors  # The run survived the errors of the start before.
+        # The counters of blocks start again, so those of the earlier start must not be continued.
+        self._stored_ahead = pending._stored_ahead
+        self._errors = pending._errors
         for facts in pending._facts.values():
             for fact in facts.values():
                 self._store(fact)

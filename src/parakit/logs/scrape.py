@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from parakit.logs.dialects import LineFormat, load_dialects
+from parakit.logs.dialects import LineFormat, ParsedIteration, load_dialects
 from parakit.logs.failures import FAILURES
 from parakit.logs.layouts import LayoutReader, LogBlock
 from parakit.logs.lines import LineSplitter, TornLines, unwrap_json
@@ -132,23 +132,36 @@ class _Scraper:
                 self._run.add_iterations(block.columns.select(slice(begin, stop)))
 
     def _feed(self, line: str, number: int) -> None:
-        """Read one line, whose number in the file is `number`."""
+        """Read one line, whose number in the file is `number`.
+
+        Lines after a start of training go to a new builder (`_pending`), until the next iteration shows whether they
+        belong to the current run or to another one.
+        """
         if len(line) < _SHORTEST:
             return
         if line.startswith("{"):
             line = unwrap_json(line)
         if self._pending is None and self._run.iterations.last and _STARTS.search(line):
             self._pending = RunBuilder()
-        for format_ in self._formats:
-            iterations = format_.find(line) if format_.word in line else []
+        for line_format in self._formats:
+            iterations = line_format.find(line) if line_format.word in line else []
             if iterations:
-                self._formats, self._layouts.format = (format_,), format_
-                builder = self._pending or self._run
-                for iteration in filter(None, map(builder.complete_iteration, iterations)):
-                    self._choose_run(iteration.iteration.iteration)
-                    self._run.add_iteration(iteration, number)
+                # All iteration lines of a log have one format, so the others are not tried any more.
+                self._formats = (line_format,)
+                self._layouts.format = line_format
+                self._add_iterations(iterations, number)
                 break
-        (self._pending or self._run).feed(line)
+        builder = self._pending or self._run
+        builder.feed(line)
+
+    def _add_iterations(self, iterations: Sequence[ParsedIteration], number: int) -> None:
+        """Add the iterations of one line to the run that they belong to. Iterations without a number are left out."""
+        builder = self._pending or self._run
+        for iteration in iterations:
+            completed = builder.complete_iteration(iteration)
+            if completed is not None:
+                self._choose_run(completed.iteration.iteration)
+                self._run.add_iteration(completed, number)
 
     def _choose_run(self, iteration: int) -> None:
         """Set `_run` to the run that an iteration belongs to.

@@ -91,34 +91,35 @@ def _number_by_samples(iteration: Iteration, arguments: Mapping[str, str]) -> It
 
 
 def _read_block_start(line: str) -> Iterator[Fact]:
-    """Yield the counts and the time at the beginning of a block. The line at the block's end needs them.
+    """Yield a function that completes the event at the end of a block from the event at its beginning.
 
-    An unusable line yields an entry that prevents the next end from being combined with an older beginning.
+    The function gives the end event the number of the block's last step and the mean time of the block's steps. If
+    the line is no usable `block_start`, the function completes nothing, so that the next end is not combined with
+    the beginning of an older block.
     """
     event = parse_event(line)
     counts, begin_ms = _read_counts(event.get("metadata")), event.get("time_ms")
     if event.get("key") != "block_start" or not counts or not is_number(begin_ms):
-        # The next end must not be combined with the block before.
-        yield NumbersAhead(lambda line, arguments, stored: None)
+        yield NumbersAhead(lambda end, arguments, stored: None)
         return
 
     def complete(
-        line: ParsedIteration, arguments: Mapping[str, str], stored: dict[str, Any]
+        end: ParsedIteration, arguments: Mapping[str, str], stored: dict[str, Any]
     ) -> Iteration | None:
         """Return the block's last step with the mean time of the block's steps; None if the step is not known."""
-        if line.at_ms is None:
+        if end.at_ms is None:
             return None
         sizes = find_step_sizes(arguments)
-        block = _find_steps(counts, line.counts, sizes, stored)
-        if block is None or line.at_ms <= begin_ms:
+        block = _find_steps(counts, end.counts, sizes, stored)
+        if block is None or end.at_ms <= begin_ms:
             return None
         num_steps, last_step = block
-        iteration, batch = line.iteration, sizes["samples_count"]
+        iteration, batch = end.iteration, sizes["samples_count"]
         if batch:
             iteration = msgspec.structs.replace(
                 iteration, global_batch_size=batch, consumed_samples=batch * last_step
             )
-        milliseconds = (line.at_ms - begin_ms) / num_steps
+        milliseconds = (end.at_ms - begin_ms) / num_steps
         return msgspec.structs.replace(iteration, iteration=last_step, elapsed_ms=milliseconds)
 
     yield NumbersAhead(complete)

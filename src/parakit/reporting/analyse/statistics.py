@@ -446,17 +446,20 @@ def _log_distances(estimate: Estimate, compared: Estimate) -> tuple[float, float
 
 
 def _distance_decided_by_repeats(reference: Estimate, other: Estimate) -> float:
-    """Return the largest log ratio that is certainly noise when several runs are compared with a single run.
+    """Return the log ratio of two times up to which several runs on one side decide that there is no difference.
 
-    The result is 0 if the iterations of the single run scatter too much to show anything. It is infinite if both
-    sides have one run, or both have several.
+    A larger ratio is undecided, because the other side is a single run. The result is 0 if the iterations of the
+    single run scatter so much that no ratio is decided. It is infinite, so that every ratio is decided, if both sides
+    have one run or both have several.
     """
-    single, several = sorted((reference, other), key=lambda estimate: not estimate.is_single_run)
-    if not single.is_single_run or several.is_single_run:
+    if reference.is_single_run == other.is_single_run:
         return math.inf
-    within_error = math.sqrt(
-        max(0.0, (single.standard_error or 0.0) ** 2 - single.scatter.assumed**2)
-    )
-    if NORMAL * within_error > single.scatter.assumed:
+    single, several = (reference, other) if reference.is_single_run else (other, reference)
+    # The standard error of a single run is made of the scatter within the run and of the assumed scatter between runs.
+    assumed = single.scatter.assumed
+    within_variance = (single.standard_error or 0.0) ** 2 - assumed**2
+    within_half_width = NORMAL * math.sqrt(max(0.0, within_variance))
+    if within_half_width > assumed:
         return 0.0
-    return math.hypot(max(_log_distances(several, several)), NORMAL * within_error)
+    # Independent half widths add up as squares.
+    return math.hypot(max(_log_distances(several, several)), within_half_width)

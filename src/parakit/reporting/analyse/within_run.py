@@ -122,7 +122,8 @@ def _find_steps_and_alternation(
 ) -> Iterator[ChangeWithinRun]:
     """Yield each lasting change of the iteration time, and each stretch in which times alternate between two levels.
 
-    Slow iterations are left out.
+    Slow iterations are left out. If one stretch of alternating times follows another, only a clear change of its
+    times is yielded, because the alternation is known already.
     """
     usual = np.flatnonzero(~is_slow)
     usual_times, usual_numbers = times[usual], numbers[usual]
@@ -134,11 +135,12 @@ def _find_steps_and_alternation(
         stretch = usual_times[start:end]
         first = int(usual_numbers[start])
         levels = _find_alternating_levels(stretch)
-        before_ms = None if previous is None else float(np.median(previous))
         if levels and not previous_alternates:
+            before_ms = None if previous is None else float(np.median(previous))
             yield _describe_alternation(run, first, levels, before_ms)
-        elif previous is not None and before_ms is not None and _differ_clearly(previous, stretch):
-            yield _describe_step(run, first, before_ms, float(np.median(stretch)))
+        elif previous is not None and _differ_clearly(previous, stretch):
+            before_ms, after_ms = float(np.median(previous)), float(np.median(stretch))
+            yield _describe_step(run, first, before_ms, after_ms)
         previous, previous_alternates = stretch, levels is not None
 
 

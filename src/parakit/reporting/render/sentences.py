@@ -168,14 +168,17 @@ def _planner_sentences(report: Report) -> list[str]:
 
 
 def change_sentences(report: Report) -> list[str]:
-    """Return one sentence on the changes since an earlier report; empty without an earlier report."""
+    """Return one sentence on the rows that changed or are undecided since an earlier report.
+
+    Rows that are the same as before are not named. The list is empty without an earlier report.
+    """
     if not report.baseline:
         return []
-    changes = [
-        f"{change.row}: {change.kind}, {change.text}"
-        for change in report.changes
-        if change.fails_strict or change.kind == UNDECIDED
-    ]
+    changes: list[str] = []
+    for change in report.changes:
+        # With STRICT=1 a change fails the report: a regression, an unexpected improvement, a missing row.
+        if change.fails_strict or change.kind == UNDECIDED:
+            changes.append(f"{change.row}: {change.kind}, {change.text}")
     return [f"Against {report.baseline}: {'; '.join(changes) or 'nothing changed'}."]
 
 
@@ -368,8 +371,8 @@ def _describe_interval(comparison: TimeComparison) -> str:
 def speed_sentence(entry: Entry, report: Report) -> str:
     """Return a sentence with the verdict on a row's speed.
 
-    It is empty if the row is compared with no other row, or if another sentence explains why its speed is
-    withheld.
+    The sentence is empty if the row is compared with no other row. It is also empty if the speed is withheld, because
+    another sentence explains that.
     """
     comparison = entry.speed
     if comparison is None:
@@ -387,9 +390,10 @@ def speed_sentence(entry: Entry, report: Report) -> str:
     text = _verdict_text(entry, reference, comparison, judged)
     if comparison.caution:
         text += f"; {comparison.caution}"
+    has_other_work = comparison.per_iteration is None and not comparison.per_device_token
     if comparison.model_doubt:
         text += f"; {comparison.model_doubt}, so only times per token are compared"
-    elif comparison.per_iteration is None and not comparison.per_device_token:
+    elif has_other_work:
         text += "; no speedup per iteration is given, because iterations hold different work"
         text += _different_batches(reference.run.spec, entry.run.spec)
     return f"{text}{_describe_flaws(comparison)}."
