@@ -329,3 +329,13 @@ def test_error_of_rank_in_log_names_it(tmp_path: Path) -> None:
     verdict = judge_log(tmp_path, error, *(describe_timeout(rank, 7) for rank in (0, 1)))
     assert verdict.culprits == (2,)
     assert "Its log reports: ValueError: the sample is damaged" in verdict.sentence
+
+
+def test_killed_process_whose_machine_is_unknown_is_reported_and_not_named(tmp_path: Path) -> None:
+    (tmp_path / "train.log").write_text(
+        "E0419 10:10:00.858000 1200 torch/distributed/elastic/multiprocessing/api.py:882] failed "
+        f"(exitcode: -9) local_rank: 2 (pid: 1236) of binary: python\n{describe_timeout(0, 7)}\n"
+    )
+    evidence = gather_evidence([tmp_path])
+    assert judge_hang(evidence).culprits == ()
+    assert "The process with local rank 2 was killed by SIGKILL" in evidence.refused[0]

@@ -277,6 +277,29 @@ def test_killed_rank_is_the_cause_despite_errors_of_other_ranks(tmp_path):
     assert diagnosis.reason.endswith("after iteration 3")
 
 
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "[2024-03-01 10:00:01,123] torch.distributed.elastic.multiprocessing.api: [ERROR] ",
+        "ERROR:torch.distributed.elastic.multiprocessing.api:",
+        "E0419 10:10:00.858000 1200 torch/distributed/elastic/multiprocessing/api.py:882] ",
+    ],
+)
+def test_killed_process_is_named_by_its_local_rank_if_list_of_torchrun_is_missing(tmp_path, prefix):
+    line = f"{prefix}failed (exitcode: -9) local_rank: 2 (pid: 1236) of binary: /usr/bin/python\n"
+    status = judged(tmp_path, iteration_line(1) + "\n" + line)
+    assert (status.status, status.rank) == (Status.CRASHED, None)
+    assert status.reason.startswith("The process with local rank 2 was killed by SIGKILL")
+
+
+def test_list_of_torchrun_has_priority_over_local_rank(tmp_path):
+    line = "E0419 10:10:00 1 api.py:882] failed (exitcode: -9) local_rank: 1 (pid: 12345) of binary: python\n"
+    listed = EPILOGUE.replace("rank      : 1", "rank      : 9").replace(": 1 (pid", ": -9 (pid")
+    status = judged(tmp_path, iteration_line(1) + "\n" + line + listed)
+    assert status.rank == 9
+    assert status.reason.startswith("Rank 9 was killed by SIGKILL")
+
+
 def test_a_rank_that_torchrun_ended_is_not_the_cause(tmp_path):
     ended = FAILURES.replace("-9", "-15")
     error = traceback("ValueError: bad", "[rank0]: ")

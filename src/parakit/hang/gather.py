@@ -45,7 +45,7 @@ from parakit.hang.watchdog import (
     WatchdogLog,
     read_watchdog,
 )
-from parakit.logs import diagnose_log, parse_printed_spec, scrape_log
+from parakit.logs import classify_log, parse_printed_spec, scrape_log
 
 LARGEST_DUMP_BYTES = 256 << 20
 LARGEST_MEMORY_BYTES = 8 << 30
@@ -272,9 +272,15 @@ def _add_failure(gathered: _GatheredFiles, path: Path, log: WatchdogLog) -> None
     """
     if log.compared or log.absent or log.unfinished:
         return
-    status = diagnose_log(path, exit_code=None, interrupted=False)
+    scraped_log = scrape_log(path)
+    status = classify_log(scraped_log)
     if status.rank is not None and status.status in _STATUSES_OF_FAILURES:
         gathered.failures.setdefault(status.rank, status.reason)
+    elif scraped_log.trace.root_cause_local_rank is not None:
+        gathered.refused.append(
+            f"{path} counts ranks on one machine: {status.reason.rstrip('.')}. On the first machine this is also "
+            "its rank in the job; add the logs of the ranks or torchrun's list of failures (Root Cause)."
+        )
 
 
 def _add_barrier(gathered: _GatheredFiles, absent: Sequence[int]) -> None:

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.logs.diagnosis import describe_log_end, diagnose_log, find_first_error
+    from parakit.logs.diagnosis import (
+        classify_log,
+        describe_log_end,
+        diagnose_log,
+        find_first_error,
+    )
     from parakit.logs.dialects import find_iterations
     from parakit.logs.failures import NCCL_TIMEOUT
     from parakit.logs.iterations import (
@@ -47,6 +52,7 @@ __all__ = [
     "Run",
     "TrainingLog",
     "UnreadableLogError",
+    "classify_log",
     "describe_log_end",
     "diagnose_log",
     "find_device_in_arguments",

@@ -196,6 +196,9 @@ def _classify_exit_code(log: ScrapedLog, exit_code: int | None) -> StatusRecord 
     text = f"Exit code {code}, and the log names no error"
     if name := signal_name(signal):
         subject = f"Rank {rank} was killed" if rank is not None else "Killed"
+        local_rank = log.trace.root_cause_local_rank
+        if local_rank is not None:
+            subject = f"The process with local rank {local_rank} was killed"
         text = f"{subject} by {name}{_CAUSES_OF_SIGNALS.get(signal, '')}"
     return StatusRecord(Status.CRASHED, exit_code, f"{text}; ended{describe_log_end(log)}", rank)
 

@@ -23,6 +23,7 @@ _WORDS = (
         "ignal",
     ),
     *("SIG", "Exception ignored", "Terminated", "Killed", "Watchdog caught", "exiting via 9"),
+    "failed (exitcode",
 )
 FAILURES = re.compile("|".join(map(re.escape, _WORDS)))
 """Pattern of at least one word in every line that begins a report of a failure."""
@@ -56,6 +57,10 @@ _UNEXPECTED_RESULT = re.compile(
 
 _FAILED_RANK = re.compile(r"rank\s{1,12}: (\d{1,6}) \(local_rank")
 _FAILED_EXIT = re.compile(r"exitcode\s{1,12}: (-?\d{1,4})(?: \(pid: (\d{1,9})\))?")
+_FAILED_PROCESS = re.compile(
+    r"failed \(exitcode: (-?\d{1,4})\) local_rank: (\d{1,6}) \(pid: (\d{1,9})\)"
+)
+"""torchrun's line on the first process that failed on its machine. A list of all failed ranks may follow."""
 _SIGNAL = re.compile(
     r"got signal: (\d{1,3})|exiting program after receiving (SIG[A-Z]{2,8})"
     r"|[Rr]eceived (?:Signals\.)?(?:(SIG[A-Z]{2,8})|(\d{1,2})) death signal"
@@ -127,6 +132,8 @@ class ErrorCollector:
         self._listed_rank: int | None = None
         self._failures: list[tuple[int | None, int]] = []
         """Ranks and exit codes that torchrun lists."""
+        self._failed_processes: list[tuple[int | None, int]] = []
+        """Local ranks and exit codes of processes that torchrun reports as failed, before its list."""
         self._ended_by_torchrun: set[str] = set()
         """Process numbers of ranks that torchrun killed."""
         self._timed_out: set[int | None] = set()
@@ -165,14 +172,14 @@ class ErrorCollector:
         # torchrun looks for dead ranks ten times a second, and lists the root cause last. Of ranks that it
         # finds together it takes the lowest. A rank that a signal killed is the cause, because the others
         # only lost their connection to it.
-        killed = next(
-            ((rank, code) for rank, code in self._failures if -code in _KILLING_SIGNALS), None
-        )
-        last = self._failures[-1] if self._failures else (None, None)
-        rank, code = killed or last
+        rank, code = _find_root_cause(self._failures)
+        local_rank = None
+        if code is None:
+            # A log that was cut off has no list of failed ranks.
+            local_rank, code = _find_root_cause(self._failed_processes)
         if code is None and self._killed_by_shell:
             code = -_SIGKILL
-        return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by)
+        return ErrorTrace(tuple(self._errors), rank, code, self._interrupted_by, local_rank)
 
     def _follow_traceback(self, line: str) -> None:
         """Read a line that may belong to the open traceback of its rank.
@@ -306,6 +313,10 @@ class ErrorCollector:
             self._in_epilogue = True
         elif match := _ENDED_BY_TORCHRUN.search(line):
             self._ended_by_torchrun.add(match[1])
+        elif match := _FAILED_PROCESS.search(line):
+            is_ended = match[3] in self._ended_by_torchrun
+            if not is_ended and len(self._failed_processes) < _MAX_ERRORS:
+                self._failed_processes.append((int(match[2]), int(match[1])))
 
     def _feed_epilogue(self, line: str) -> None:
         """Read a line of torchrun's list: a rank, then its exit code and process number."""
@@ -332,6 +343,17 @@ class ErrorCollector:
         self._ignored = False
         if len(self._errors) < _MAX_ERRORS:
             self._errors.append(LoggedError(kind, message[:_MAX_MESSAGE], rank, secondary))
+
+
+def _find_root_cause(failures: list[tuple[int | None, int]]) -> tuple[int | None, int | None]:
+    """Return the rank and the exit code of the failure that caused the others; None for both without failures.
+
+    It is the first failure by a killing signal, or else the last one.
+    """
+    for rank, code in failures:
+        if -code in _KILLING_SIGNALS:
+            return rank, code
+    return failures[-1] if failures else (None, None)
 
 
 def signal_name(number: int) -> str:

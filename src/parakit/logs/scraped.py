@@ -182,6 +182,10 @@ class ErrorTrace:
     root_cause_exit_code: int | None = None
     interrupted_by: str | None = None
     """Signal, key or scheduler that ended the run; None if nothing did."""
+    root_cause_local_rank: int | None = None
+    """Rank on its machine of the process that failed, if torchrun's line on it is all that the log has.
+
+    None if torchrun lists the ranks, or if the log has no such line."""
 
 
 @dataclass(frozen=True)
