@@ -133,22 +133,8 @@ def compose_resumed_launch(
         StrategyError: The strategy is not in the grammar.
     """
     iterations = options.iterations or record.exit_interval
-    if resume_point.iteration >= iterations:
-        raise LaunchError(
-            f"{record.run} ends at iteration {iterations}, which its checkpoint of iteration "
-            f"{resume_point.iteration} has reached; set ITERS= above {resume_point.iteration}."
-        )
-    sampled = Flags(record.argv).integer("--train-iters", iterations)
-    if iterations > sampled and not Flags(options.extra).has("--train-iters"):
-        raise LaunchError(
-            f"{record.run} has samples for --train-iters {sampled}, and ITERS={iterations} is more; "
-            f'EXTRA="--train-iters {iterations}" trains further, with its samples in another order.'
-        )
+    _refuse_iterations(record, resume_point, iterations, options)
     parallelism = _choose_parallelism(record, strategy, saved or record.spec.parallelism)
-    # The global batch stays. The micro batch must divide the samples of a new data-parallel rank.
-    global_batch_size = record.spec.batch.global_batch_size
-    samples_per_rank = max(1, global_batch_size // parallelism.data)
-    micro_batch_size = math.gcd(record.spec.batch.micro_batch_size, samples_per_rank)
     options = _restore_runtime(record, options)
     runtime = choose_runtime(options, record.spec.device)
     entry = find_entry(options.megatron_lm, runtime.pair)
@@ -160,32 +146,31 @@ def compose_resumed_launch(
     data = format_blend(pair_weights(Flags(record.argv).texts("--data-path")))
     arguments = count_end_of_document_in_vocabulary(record.argv, entry.megatron_version)
     model = adapt_model_to_data(load_model(record.spec.model, options.model), arguments, data)
+    # The recorded arguments count, because the kit's files may have changed since the run.
+    recorded_flags = count_end_of_document_in_vocabulary(
+        _select_recorded_flags(record, parallelism), entry.megatron_version
+    )
+    resumed_options = replace(
+        options,
+        iterations=iterations,
+        micro_batch_size=options.micro_batch_size or _fit_micro_batch(record, parallelism),
+        global_batch_size=record.spec.batch.global_batch_size,
+        data=data,
+        extra=merge_flags(recorded_flags, options.extra),
+        saving=options.saving or Saving(record.save_every or iterations),
+        link_bits_per_second=options.link_bits_per_second or record.spec.link_bits_per_second,
+        patch_file=_choose_patch_file(record, options),
+        fused=record.spec.fused,
+        share_gpu=record.spec.shares_gpu,
+        shared_start=False,
+    )
     job = Job(
-        strategy or record.spec.name,
-        model,
-        parallelism.world_size,
-        record.spec.device,
-        replace(
-            options,
-            iterations=iterations,
-            micro_batch_size=options.micro_batch_size or micro_batch_size,
-            global_batch_size=global_batch_size,
-            data=data,
-            # The recorded arguments count, because the kit's files may have changed since the run.
-            extra=merge_flags(
-                count_end_of_document_in_vocabulary(
-                    _select_recorded_flags(record, parallelism), entry.megatron_version
-                ),
-                options.extra,
-            ),
-            saving=options.saving or Saving(record.save_every or iterations),
-            link_bits_per_second=options.link_bits_per_second or record.spec.link_bits_per_second,
-            patch_file=_choose_patch_file(record, options),
-            fused=record.spec.fused,
-            share_gpu=record.spec.shares_gpu,
-            shared_start=False,
-        ),
-        strategy_flags(parallelism),
+        strategy=strategy or record.spec.name,
+        model=model,
+        devices=parallelism.world_size,
+        device=record.spec.device,
+        options=resumed_options,
+        script_flags=strategy_flags(parallelism),
     )
     initial_checkpoint = imported_weights_folder(model)
     if initial_checkpoint is None and record.start_checkpoint:
@@ -195,6 +180,32 @@ def compose_resumed_launch(
     }
     resumed = compose_launch(job, runtime).resume_from(resume_point)
     return replace(resumed, initial_checkpoint=initial_checkpoint, environment=environment)
+
+
+def _refuse_iterations(
+    record: RunRecord, resume_point: ResumePoint, iterations: int, options: Options
+) -> None:
+    """Raise LaunchError if a run cannot train from its checkpoint to iteration `iterations`."""
+    if resume_point.iteration >= iterations:
+        raise LaunchError(
+            f"{record.run} ends at iteration {iterations}, which its checkpoint of iteration "
+            f"{resume_point.iteration} has reached; set ITERS= above {resume_point.iteration}."
+        )
+    sampled = Flags(record.argv).integer("--train-iters", iterations)
+    if iterations > sampled and not Flags(options.extra).has("--train-iters"):
+        raise LaunchError(
+            f"{record.run} has samples for --train-iters {sampled}, and ITERS={iterations} is more; "
+            f'EXTRA="--train-iters {iterations}" trains further, with its samples in another order.'
+        )
+
+
+def _fit_micro_batch(record: RunRecord, parallelism: Parallelism) -> int:
+    """Return the largest micro batch size that divides the run's own and the samples of a data-parallel rank.
+
+    The global batch size of the run stays, so a data-parallel rank of another parallelism has other samples.
+    """
+    samples_per_rank = max(1, record.spec.batch.global_batch_size // parallelism.data)
+    return math.gcd(record.spec.batch.micro_batch_size, samples_per_rank)
 
 
 def _restore_runtime(record: RunRecord, options: Options) -> Options:
