@@ -11,7 +11,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -199,25 +199,44 @@ class _Watch:
             result, groups = self._run(call, forward_step, self.recording)
             self.writer.flush()
             if snapshot is not None:
-                responding = RoundingProbe(StoredTensors(self.folder, self.writer.records))
-                for seed in range(1 + self.seeds):
-                    snapshot.restore()
-                    if self.seeds:
-                        perturb_weights(self.parameters, str(seed))
-                        is_last = seed == self.seeds
-                        if is_last:
-                            responding.round_otherwise(seed)
-                    rewind()
-                    with preserve_reported_losses():
-                        self._run(call, forward_step, responding, has_probes=self.seeds > 0)
-                responding.carry(state_norms)
-                file = RESPONSES_FILE if self.seeds else UNOBSERVED_FILE
-                (self.folder / file).write_text(json.dumps(responding.responses))
+                self._repeat(call, forward_step, snapshot, rewind, state_norms)
         rank = describe_rank(
             self.chunks, self.names, self.parameters, groups, self.optimizer, self.scales
         )
         self.writer.close(rank)
         return result
+
+    def _repeat(
+        self,
+        call: Callable[..., Any],
+        forward_step: Any,
+        snapshot: Snapshot,
+        rewind: Callable[[], None],
+        state_norms: Iterable[tuple[TensorKey, float]],
+    ) -> None:
+        """Repeat the captured iteration, and write how far each tensor differs from the captured one.
+
+        Args:
+            call: Runs Megatron's `train_step` with a forward step.
+            forward_step: Megatron's forward step.
+            snapshot: State of model and optimizer before the iteration.
+            rewind: Function that lets the iterator of data begin with the same micro batches again.
+            state_norms: Norms of the optimizer's states before the iteration.
+        """
+        probe = RoundingProbe(StoredTensors(self.folder, self.writer.records))
+        for seed in range(1 + self.seeds):
+            snapshot.restore()
+            if self.seeds:
+                perturb_weights(self.parameters, str(seed))
+                is_last = seed == self.seeds
+                if is_last:
+                    probe.round_otherwise(seed)
+            rewind()
+            with preserve_reported_losses():
+                self._run(call, forward_step, probe, has_probes=self.seeds > 0)
+        probe.carry(state_norms)
+        file = RESPONSES_FILE if self.seeds else UNOBSERVED_FILE
+        (self.folder / file).write_text(json.dumps(probe.responses))
 
     def _is_repeated(self) -> bool:
         """Return True if the iteration is run again after its capture."""
@@ -264,23 +283,12 @@ class _Watch:
 
         def write_and_step(*args: Any, **kwargs: Any) -> Any:
             self._write_parts()
-            for parameter, part in self.parameters.parts(self.optimizer):
-                if part.gradient is not None:
-                    stage, values = CaptureStage.REDUCED_GRADIENTS, part.gradient
-                    self._write(sink, stage, "gradient", parameter, values, part.start)
+            self._write_reduced_gradients(sink)
             step_result = step(*args, **kwargs)
-            returned_norm = step_result[1]
-            for clip_call, norm in enumerate((returned_norm, *norms)):
-                slot = f"used for clipping, call {clip_call}" if clip_call else "returned"
-                # If nothing is clipped, some of Megatron's optimizers compute no norm and return 0.
-                if norm is not None and (norms or float(norm) > 0):
-                    sink.write(
-                        TensorKey(CaptureStage.NORM, "grad_norm", slot), fp64_scalar(float(norm))
-                    )
+            _write_norms(sink, returned_norm=step_result[1], clipping_norms=norms)
             for ranks, piece in membership.pieces():
-                sink.write_piece(
-                    CaptureStage.NORM, NORM_RANKS_PREFIX + " ".join(map(str, ranks)), piece
-                )
+                module = NORM_RANKS_PREFIX + " ".join(map(str, ranks))
+                sink.write_piece(CaptureStage.NORM, module, piece)
             return step_result
 
         with (
@@ -303,6 +311,13 @@ class _Watch:
         gather_weights(self.model)
         self._write_states(sink, before)
         return result, membership.groups
+
+    def _write_reduced_gradients(self, sink: Sink) -> None:
+        """Pass the gradients that the optimizer of this rank gets to a sink."""
+        for parameter, part in self.parameters.parts(self.optimizer):
+            if part.gradient is not None:
+                stage, values = CaptureStage.REDUCED_GRADIENTS, part.gradient
+                self._write(sink, stage, "gradient", parameter, values, part.start)
 
     def _wrap_forward_step(
         self, sink: Sink, probes: Probes, forward_step: Any
@@ -490,6 +505,24 @@ def wrap_in_importers(
                 wrapped = make(getattr(module, name))
                 replacements.enter_context(patch.object(module, name, wrapped))
         yield
+
+
+def _write_norms(sink: Sink, returned_norm: Any, clipping_norms: Sequence[Any]) -> None:
+    """Pass the gradient norms of one optimizer step to a sink.
+
+    Args:
+        sink: Receiver of the norms.
+        returned_norm: Norm that the step returned, which Megatron logs. If nothing is clipped, some of Megatron's
+            optimizers compute no norm and return 0 or None, which is not written.
+        clipping_norms: Norm of each call that clipped gradients.
+    """
+    norms_by_slot = {"returned": returned_norm}
+    for call, norm in enumerate(clipping_norms, start=1):
+        norms_by_slot[f"used for clipping, call {call}"] = norm
+    for slot, norm in norms_by_slot.items():
+        if norm is not None and (clipping_norms or float(norm) > 0):
+            key = TensorKey(CaptureStage.NORM, "grad_norm", slot)
+            sink.write(key, fp64_scalar(float(norm)))
 
 
 def _unwrap_chunk(chunk: Any) -> Any:
