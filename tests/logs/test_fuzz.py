@@ -66,9 +66,10 @@ def test_pieces_of_logs_in_any_order_are_scraped_without_an_exception(tmp_path_f
     scrape_everything(write(tmp_path_factory, text))
 
 
-def test_damaged_logs_are_read_without_a_false_figure(capsys):
+@pytest.mark.parametrize("count", [4, pytest.param(12, marks=pytest.mark.slow)])
+def test_damaged_logs_are_read_without_a_false_figure(capsys, count):
     # `python -m tests.reporting.mutants` makes further damaged logs.
-    assert mutants.main(["--seed", "3", "--count", "4"]) == 0, capsys.readouterr().out
+    assert mutants.main(["--seed", "3", "--count", f"{count}"]) == 0, capsys.readouterr().out
 
 
 def test_value_of_another_log_is_reported_as_a_problem(tmp_path, monkeypatch):
@@ -137,8 +138,9 @@ def test_ten_hostile_megabytes_are_read_in_bounded_memory(tmp_path_factory, name
     assert grown_mebibytes(write(tmp_path_factory, content)) < 100
 
 
-def test_all_iterations_in_a_line_of_three_megabytes_are_read(tmp_path_factory):
-    count = 3 * MEGABYTE // 330
+@pytest.mark.parametrize("megabytes", [3, pytest.param(10, marks=pytest.mark.slow)])
+def test_all_iterations_in_a_line_of_megabytes_are_read(tmp_path_factory, megabytes):
+    count = megabytes * MEGABYTE // 330
     text = "".join(iteration_line(n, total=count) for n in range(1, count + 1))
     (log,) = scrape_runs(write(tmp_path_factory, text.encode()))
     assert len(log.iterations) == count

@@ -187,7 +187,7 @@ def run_module_arguments(parser: ArgumentParser) -> None:
 
 
 def run_module(module_arguments: Sequence[str], options: Options, text: str = "") -> int:
-    """Replace this process by `python -m WORDS…`; with DRY_RUN=1 print the command and return 0.
+    """Replace this process by `python -m MODULE ARGUMENTS…`; with DRY_RUN=1 print the command and return 0.
 
     Args:
         module_arguments: The module and its arguments.

@@ -3,7 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from parakit.cluster.checks.result import CheckResult, image_tag, pass_or_warn, run_program
 
@@ -65,13 +65,8 @@ def check_engine() -> "tuple[CheckResult, ContainerEngine | None]":
         finding = "Docker is not installed (no 'docker' on PATH)"
         fix = "install Docker Engine with the NVIDIA container toolkit, or set RUNTIME=host"
         return pass_or_warn("Docker", finding, fix), None
-    output = run_program(["docker", "info", "--format", ENGINE_FORMAT])
-    try:
-        described = json.loads(output.out) if output.succeeded else {}
-    except ValueError:
-        described = {}
+    described, reason = read_engine_info("docker", ENGINE_FORMAT)
     if described.get("runtimes") is None:
-        reason = "no answer" if output.succeeded else output.problem.rstrip(".?!") or "no answer"
         finding = f"Docker's engine does not answer ({reason})"
         fix = "start it, see that you may use it (group 'docker'), or set RUNTIME=host"
         # In `docker --version`, Podman calls itself docker if its program is named so; in `docker version` it does not.
@@ -83,6 +78,22 @@ def check_engine() -> "tuple[CheckResult, ContainerEngine | None]":
     gives_gpus = "nvidia" in described["runtimes"] or _has_nvidia_hook()
     engine = ContainerEngine(gives_gpus, rootless)
     return pass_or_warn("Docker", "its engine answers"), engine
+
+
+def read_engine_info(program: str, template: str) -> "tuple[dict[str, Any], str]":
+    """Return what `docker info` or `podman info` prints by a template as JSON, and why it may be empty.
+
+    Args:
+        program: docker or podman.
+        template: The value of `--format`.
+    """
+    output = run_program([program, "info", "--format", template])
+    if not output.succeeded:
+        return {}, output.problem.rstrip(".?!") or "no answer"
+    try:
+        return json.loads(output.out), "no answer"
+    except ValueError:
+        return {}, "no answer"
 
 
 def _has_nvidia_hook() -> bool:

@@ -1,10 +1,14 @@
 """Check what RUNTIME=podman needs: the program, its answer, a CDI specification of the GPUs, and the image."""
 
-import json
 import shutil
 
-from parakit.cluster.checks.docker import ContainerEngine, check_image, has_cdi_specification
-from parakit.cluster.checks.result import CheckResult, image_tag, pass_or_warn, run_program
+from parakit.cluster.checks.docker import (
+    ContainerEngine,
+    check_image,
+    has_cdi_specification,
+    read_engine_info,
+)
+from parakit.cluster.checks.result import CheckResult, image_tag, pass_or_warn
 
 
 def check_podman() -> "list[CheckResult]":
@@ -45,13 +49,8 @@ def check_podman_engine() -> "tuple[CheckResult, ContainerEngine | None]":
         finding = "Podman is not installed (no 'podman' on PATH)"
         fix = "install it with the NVIDIA container toolkit, or set RUNTIME=host"
         return pass_or_warn("Podman", finding, fix), None
-    output = run_program(["podman", "info", "--format", "{{json .Host.Security}}"])
-    try:
-        security = json.loads(output.out) if output.succeeded else {}
-    except ValueError:
-        security = {}
+    security, reason = read_engine_info("podman", "{{json .Host.Security}}")
     if "rootless" not in security:
-        reason = "no answer" if output.succeeded else output.problem.rstrip(".?!") or "no answer"
         finding = f"Podman does not work here ({reason})"
         return pass_or_warn("Podman", finding, "see 'podman info', or set RUNTIME=host"), None
     engine = ContainerEngine(has_cdi_specification(), bool(security["rootless"]))

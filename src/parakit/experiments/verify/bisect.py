@@ -258,7 +258,7 @@ def make_worktree(megatron_lm: Path, commit: str, folder: Path) -> Iterator[Path
     # An interrupted search may have left the files of another commit there.
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    run_git(megatron_lm, "worktree", "prune")
+    # With --force git also takes a path whose worktree is gone.
     run_git(megatron_lm, "worktree", "add", "--detach", "--force", str(folder.resolve()), commit)
     try:
         if not (folder / "megatron").is_dir():
