@@ -34,6 +34,12 @@ from parakit.checkpoint.contents import (
 from parakit.checkpoint.model_comparison import compare_with_model
 from parakit.checkpoint.model_tensors import list_model_tensors
 from parakit.checkpoint.parallelism import changes_model_parallel_ranks
+from parakit.checkpoint.values import (
+    FLOATING_TYPES,
+    describe_wrong_values,
+    find_mixed_types,
+    has_centered_norms,
+)
 from parakit.config.model import ModelShape
 from parakit.config.run import RunSpec
 from parakit.config.strategy import (
@@ -86,7 +92,7 @@ class CheckCoverage:
 def describe_coverage(contents: Contents, reads_pieces: bool = False) -> CheckCoverage:
     """Return the parts that `find_problems` with the same arguments checks, and those that it does not."""
     if contents.format == HUGGING_FACE:
-        return _describe_hugging_face_coverage(contents)
+        return _describe_hugging_face_coverage(contents, reads_pieces)
     checked, unchecked = ["that the files hold every piece that is listed"], list[str]()
     if contents.spec is None:
         reason = "the checkpoint holds no arguments that define a model"
@@ -113,14 +119,21 @@ def describe_coverage(contents: Contents, reads_pieces: bool = False) -> CheckCo
     return CheckCoverage(tuple(checked), tuple(unchecked))
 
 
-def _describe_hugging_face_coverage(contents: Contents) -> CheckCoverage:
+def _describe_hugging_face_coverage(contents: Contents, reads_pieces: bool) -> CheckCoverage:
     """Return the checked and unchecked parts of a Hugging Face folder, which has no checksums."""
-    unchecked_values = "values, because the format keeps no checksums"
+    checked, unchecked = list[str](), list[str]()
     if contents.unknown_model:
-        unknown_tensors = f"which tensors the model has, because {contents.unknown_model}"
-        return CheckCoverage((), (unknown_tensors, unchecked_values))
-    tensors = f"{len(contents.weights)} tensors against the model of config.json"
-    return CheckCoverage((tensors,), (unchecked_values,))
+        unchecked.append(f"which tensors the model has, because {contents.unknown_model}")
+    else:
+        checked.append(f"{len(contents.weights)} tensors against the model of config.json")
+    if reads_pieces:
+        checked.append("the values of weights")
+        unchecked.append(
+            "whether the values are those that were saved, because the format keeps no checksums"
+        )
+    else:
+        unchecked.append("values, because only VERIFY=1 reads them")
+    return CheckCoverage(tuple(checked), tuple(unchecked))
 
 
 def _model_part(name: str) -> str:
@@ -185,12 +198,11 @@ def _list_stacked_shapes(shape: ModelShape) -> Iterator[tuple[str, Shape]]:
 
 
 def _iterate_problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
-    """Yield a sentence for each fault. For Hugging Face's format, only files that could not be read are faults.
-
-    Values are compared only if the description of the checkpoint has no fault.
-    """
+    """Yield a sentence for each fault. Values are read only if the description of the checkpoint has no fault."""
     yield from contents.problems
     if contents.format == HUGGING_FACE:
+        if reads_pieces and not contents.problems:
+            yield from _find_wrong_hugging_face_values(contents)
         return
     folder_iteration = parse_folder_iteration(contents.folder)
     if folder_iteration is not None and contents.iteration not in (None, folder_iteration):
@@ -202,7 +214,9 @@ def _iterate_problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
         except DamagedCheckpointError as error:
             yield f"{error}."
     if contents.spec is not None:
-        yield from compare_with_model(contents, contents.spec.shape).problems
+        comparison = compare_with_model(contents, contents.spec.shape)
+        yield from comparison.problems
+        yield from find_mixed_types(contents.weights, comparison.compared_names)
     yield from _find_optimizer_misfits(contents)
 
 
@@ -224,22 +238,21 @@ def _verify_checksums(contents: Contents) -> None:
 def _find_wrong_values(contents: Contents) -> Iterator[str]:
     """Yield a sentence for each weight with wrong values, and for each unequal pair of copies.
 
-    A weight is wrong if it is not finite, if a whole piece is 0 and so was never written, or if it differs from
-    its main weight. Main weights are the optimizer's fp32 copies. An update ends by copying them to the
-    weights, so rounded to the weights' dtype they must equal the weights.
+    A weight is wrong if `describe_wrong_values` says so, or if it differs from its main weight. Main weights are
+    the optimizer's fp32 copies. An update ends by copying them to the weights, so rounded to the weights' dtype
+    they must equal the weights.
     """
     folder, tensors = contents.folder, contents.stored.tensors
+    is_centered = has_centered_norms(contents.arguments)
     for name, weight in tensors.items():
-        if "optimizer" in name or weight.dtype not in ("float32", "bfloat16", "float16"):
+        if "optimizer" in name or weight.dtype not in FLOATING_TYPES:
             continue
         main_names = [f"optimizer.state.{kind}.{name}" for kind in ("param", "fp32_param")]
         main = next((tensors[key] for key in main_names if key in tensors), None)
         for begin, size in weight.sizes.items():
             values = read_box(folder, weight, begin, size)
-            if not values.isfinite().all():
-                yield f"{name} is not finite in the piece at {list(begin)}."
-            elif values.squeeze().ndim > 1 and not values.any():
-                yield f"{name} is 0 in the whole piece at {list(begin)}: it was never written."
+            if flaw := describe_wrong_values(name, values, begin, is_centered):
+                yield f"{name} {flaw}."
             elif main and not read_box(folder, main, begin, size).to(values.dtype).equal(values):
                 yield (
                     f"The optimizer's main weights of {name} are not the model's weights: they are of "
@@ -247,6 +260,25 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
                 )
                 break  # The other pieces of the weight would give the same sentence.
     yield from _find_unequal_copies(contents)
+
+
+def _find_wrong_hugging_face_values(contents: Contents) -> Iterator[str]:
+    """Yield a sentence for each weight in a Hugging Face folder that is not finite, or that nobody wrote.
+
+    Weights of 0 are faults only in families that the kit converts. In others 0 may be usual: Gemma's norms
+    multiply with 1 plus their weight.
+    """
+    from parakit.convert import TensorFolder
+
+    folder = TensorFolder(contents.folder)
+    for name in contents.weights:
+        values = folder.read(name)
+        if not contents.unknown_model:
+            flaw = describe_wrong_values(name, values, begin=(), has_centered_norms=False)
+        else:
+            flaw = "" if values.isfinite().all() else "is not finite"
+        if flaw:
+            yield f"{name} {flaw}."
 
 
 def _find_unequal_copies(contents: Contents) -> Iterator[str]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, RUN_FILE
-from parakit.artifacts.torch_dist import METADATA, TRACKER_FILE
+from parakit.artifacts.torch_dist import FORMAT, METADATA, TRACKER_FILE
 from parakit.config.files import describe_file_problem, read_args_file, read_regular_file
 
 RELEASE = "release"
@@ -61,6 +61,8 @@ def locate_checkpoint(folder: Path) -> LocatedCheckpoint:
     if (folder / IMPORT_FILE).is_file() and (folder / IMPORTED).is_dir():
         arguments = _read_args_files(folder)
         folder /= IMPORTED
+    # Megatron-DeepSpeed writes Megatron's tracker file too, which names no folder there.
+    _refuse_deepspeed(folder)
     folder = _follow_tracker(folder)
     if not folder.is_dir():
         raise UnknownFormatError(f"{folder} is no folder; name one that holds a checkpoint.")
@@ -78,7 +80,7 @@ def _follow_tracker(folder: Path) -> Path:
     """Return the folder that the tracker file names; the folder itself if it has no tracker file.
 
     Raises:
-        UnknownFormatError: The tracker file is no regular file, is empty, is no number, or names no folder.
+        UnknownFormatError: The tracker file is no regular file, is empty, is no number, or names no checkpoint.
     """
     path = folder / TRACKER_FILE
     flaw = describe_file_problem(path)
@@ -100,7 +102,18 @@ def _follow_tracker(folder: Path) -> Path:
         raise UnknownFormatError(
             f"{path} names {name}, and there is no such folder; {_list_choices(folder)}."
         )
+    if not _has_checkpoint_files(folder / name):
+        raise UnknownFormatError(
+            f"{path} names {name}, which holds no {METADATA} and no mp_rank_… folder, so its save did not "
+            f"finish; {_list_choices(folder)}."
+        )
     return folder / name
+
+
+def _has_checkpoint_files(folder: Path) -> bool:
+    """Return True if a folder has the files that every finished save of Megatron leaves, in any format."""
+    has_description = any((folder / name).exists() for name in (METADATA, FORMAT))
+    return has_description or any(folder.glob("mp_rank_*"))
 
 
 def _list_choices(folder: Path) -> str:
@@ -108,7 +121,10 @@ def _list_choices(folder: Path) -> str:
     folders = [path for path in folder.glob("iter_*") if _ITERATION_FOLDER.fullmatch(path.name)]
     if not folders:
         return "the folder holds no iter_… folder either, so it holds no checkpoint"
-    newest = max(folders, key=lambda path: int(path.name.removeprefix("iter_")))
+    complete_folders = [path for path in folders if _has_checkpoint_files(path)]
+    if not complete_folders:
+        return "no other iter_… folder there holds a checkpoint"
+    newest = max(complete_folders, key=lambda path: int(path.name.removeprefix("iter_")))
     return f"the newest folder there is {newest.name}: name it"
 
 

@@ -121,9 +121,23 @@ def _list_files(folder: Path, index: Mapping[str, str]) -> list[Path]:
         )
     if files:
         return files
-    pickled = next(folder.glob("pytorch_model*.bin"), None)
-    hint = f" ({pickled.name} is a pickle: save it with save_pretrained first)" if pickled else ""
-    raise ConversionError(f"{folder} holds no {FILE} and no {INDEX}{hint}.")
+    raise ConversionError(
+        f"{folder} holds no {FILE} and no {INDEX}{_explain_missing_weights(folder)}."
+    )
+
+
+def _explain_missing_weights(folder: Path) -> str:
+    """Return a clause in brackets on what a folder without safetensors holds instead; empty if that is unknown."""
+    if (folder / "adapter_config.json").is_file():
+        return (
+            " (it is an adapter of PEFT: join it to its model with merge_and_unload, and save the result "
+            "with save_pretrained)"
+        )
+    pickles = sorted(folder.glob("pytorch_model*.bin*"))
+    if not pickles:
+        return ""
+    names_or_is = "names pickles" if pickles[0].suffix == ".json" else "is a pickle"
+    return f" ({pickles[0].name} {names_or_is}: save it with save_pretrained first)"
 
 
 def _read_index(folder: Path) -> Mapping[str, str]:
