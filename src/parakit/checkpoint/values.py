@@ -86,10 +86,10 @@ def find_mixed_types(weights: Mapping[str, StoredTensor], names: Collection[str]
     if len(names_by_type) < 2:
         return
     usual_type = max(names_by_type, key=lambda dtype: len(names_by_type[dtype]))
-    others = plural(len(names_by_type.pop(usual_type)), "other linear layer")
+    other_layers = plural(len(names_by_type.pop(usual_type)), "other linear layer")
     for dtype, names_of_type in names_by_type.items():
         more = f" and {len(names_of_type) - 1} more" if len(names_of_type) > 1 else ""
         yield (
-            f"{names_of_type[0]}{more} of type {dtype}, beside {others} of type {usual_type}: Megatron saves them "
+            f"{names_of_type[0]}{more} of type {dtype}, beside {other_layers} of type {usual_type}: Megatron saves them "
             "all in one type."
         )
