@@ -90,6 +90,6 @@ def find_mixed_types(weights: Mapping[str, StoredTensor], names: Collection[str]
     for dtype, names_of_type in names_by_type.items():
         more = f" and {len(names_of_type) - 1} more" if len(names_of_type) > 1 else ""
         yield (
-            f"{names_of_type[0]}{more} of type {dtype}, beside {other_layers} of type {usual_type}: Megatron saves them "
-            "all in one type."
+            f"{names_of_type[0]}{more} of type {dtype}, beside {other_layers} of type {usual_type}: "
+            "Megatron saves them all in one type."
         )
