@@ -122,6 +122,7 @@ def test_unknown_option_is_refused_with_the_option_of_that_meaning(
     ("target", "name", "sentence"),
     [
         ("train-tp2-gpt2-tiny-2cpu", "ITER", "There is no variable ITER; did you mean ITERS="),
+        ("train-tp2-gpt2-tiny-2cpu", "iters", "There is no variable iters; did you mean ITERS="),
         ("plan", "ITERS", "'make plan' does not use ITERS=; did you mean INTER="),
         ("list", "MODELS", "'make list' does not use MODELS="),
         (

@@ -127,7 +127,7 @@ def test_options_of_a_clone_command_are_the_variables_of_its_target(
 ) -> None:
     started: list[tuple[str, dict[str, str]]] = []
 
-    def start(name: str, written: tuple[str, ...]) -> int:
+    def start(name: str, written: tuple[str, ...], **_: object) -> int:
         started.append((name, {variable: os.environ[variable] for variable in written}))
         return 0
 
@@ -139,6 +139,39 @@ def test_options_of_a_clone_command_are_the_variables_of_its_target(
     monkeypatch.setattr(program, "run_target", start)
     assert program.main(arguments) == 0
     assert started == [(target, variables)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("resume", "RUN is required, for example: parakit resume runs/…"),
+        ("import-hf", "--hf is required, for example: parakit import-hf --hf folder"),
+        ("train tp2-gpt2-tiny-2cpu --iters x", "--iters x is not a whole number above 0."),
+        ("compare-zero --dtype bf16", "--dtype applies only to the prediction"),
+        ("plann", "did you mean 'plan'? 'parakit --help' lists them."),
+        ("plan --model gpt2-larg --gpus 2 --gpu h200", "or give --model the path of"),
+    ],
+)
+def test_refusals_name_options_where_the_user_wrote_options(
+    arguments: str,
+    sentence: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for variable in ("MAKELEVEL", "ITERS", "DTYPE"):
+        monkeypatch.setenv(variable, "")
+        monkeypatch.delenv(variable)
+    monkeypatch.chdir(ROOT)
+    assert program.main(arguments.split()) == program.REFUSED
+    assert sentence in capsys.readouterr().err
+
+
+def test_refusals_name_variables_where_make_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("MAKELEVEL", "1")
+    assert program.main(["resume"]) == program.REFUSED
+    assert capsys.readouterr().err == "RUN= is required, for example: make resume RUN=runs/…\n"
 
 
 def test_argument_that_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

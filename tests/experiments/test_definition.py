@@ -4,6 +4,7 @@ from pathlib import Path
 import pytest
 
 from parakit.cli.dispatch import run_target
+from parakit.config.errors import LaunchError
 from parakit.config.run import DeviceKind
 from parakit.experiments import load
 from parakit.experiments.commands import find_output
@@ -58,8 +59,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("repeat: 2", "own.yaml is no experiment: Object contains unknown field `repeat`"),
-        ("defaults: {ITER: 5}", "own.yaml sets ITER, which is no variable of a training target"),
+        (
+            "repeat: 2",
+            "own.yaml has the key 'repeat', which no experiment has; did you mean repeats",
+        ),
+        (
+            "defaults: {ITER: 5}",
+            "own.yaml sets ITER, which is no variable of a training target; did you mean ITERS",
+        ),
         ("defaults: {ITERS: many}", "ITERS=many is not a whole number above 0"),
         ("device: tpu", "Invalid enum value 'tpu'"),
         ("on_models: {gpt2: {LR: 1}}", ""),
@@ -75,6 +82,21 @@ def test_invalid_content_of_an_experiment_file_is_named(
         return
     with pytest.raises(ValueError, match=message):
         load_experiment("own", Options())
+
+
+def test_unknown_key_of_a_cell_is_refused_with_the_similar_key(folder: Path) -> None:
+    (folder / "own.yaml").write_text(
+        "{report: r, model: gpt2-tiny, cells: [{strategy: dp2, backnd: native}]}"
+    )
+    with pytest.raises(LaunchError, match=r"key 'backnd', .*; did you mean backend"):
+        load_experiment("own", Options())
+
+
+def test_unknown_table_is_refused_with_the_similar_table() -> None:
+    with pytest.raises(LaunchError, match=r"no table 'zeroo' .*; did you mean zero\?"):
+        find_output("zeroo")
+    with pytest.raises(LaunchError, match="no table ''"):
+        find_output("")
 
 
 def test_an_unknown_strategy_of_a_cell_is_refused_by_name(folder: Path) -> None:

@@ -121,7 +121,7 @@ AREAS: dict[str, list[str]] = {
         target(DP2_CPU, "LAUNCHER=pbs"),
         f"NNODES=2 NODE_RANK=0 MASTER_ADDR=a {LAUNCH} demo",
         f"LAUNCHER=slurm NODES=2 {LAUNCH} reproduce",
-        f"RUN=no-such-run {LAUNCH} resume",
+        f"RUN=tests/golden/runs/no-such-run {LAUNCH} resume",
     ],
     "slurm": [
         target(TP2_GPU, "LAUNCHER=slurm NODES=2 RUNTIME=host DATA='<data>'"),

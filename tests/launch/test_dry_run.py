@@ -130,6 +130,18 @@ def test_a_flag_that_no_megatron_has_is_refused_with_the_near_one(
     ]
 
 
+def test_a_value_that_is_no_number_is_refused_before_ranks_start(
+    dry_run: DryRun, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = ("--lr", "abc", "--lr-warmup-iters", "1.5", "--clip-grad", "--moe-layer-freq", "[1,0]")
+    assert dry_run("train-dp2-gpt2-tiny-2cpu", extra=mine) == 2
+    assert sorted(capsys.readouterr().err.splitlines()) == [
+        "--clip-grad has no value; it takes a number.",
+        "--lr abc is not a number.",
+        "--lr-warmup-iters 1.5 is not a whole number.",
+    ]
+
+
 def test_a_checkout_may_have_flags_of_its_own(
     dry_run: DryRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

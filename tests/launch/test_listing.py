@@ -34,6 +34,13 @@ def test_models_show_their_true_sizes(listed: str) -> None:
     assert figures(listed, "llama3-8b ")[1] == "8,030,261,248"
 
 
+def test_a_model_that_is_published_under_another_size_is_explained(listed: str) -> None:
+    assert (
+        "gpt3-345m was published as 345M; its published dimensions, 12 layers of width 512, have "
+        "64,109,568 parameters."
+    ) in " ".join(listed.split())
+
+
 def test_models_of_another_vocabulary_show_what_the_kits_data_make_of_them(listed: str) -> None:
     assert "llama3-8b 7,391,678,464" in " ".join(listed.split())
 

@@ -21,7 +21,7 @@ from parakit.launch.stop import refuse_running, stop_run
 from parakit.launch.supervise.interruption import is_alive
 from tests.cluster.conftest import program
 from tests.patience import PATIENCE
-from tests.reporting.factory import iteration_line
+from tests.reporting.factory import iteration_line, run_record, write_run
 
 LAUNCHER = """
 import sys, time
@@ -110,8 +110,9 @@ def test_a_process_that_got_the_launchers_number_later_is_not_ended(
     assert is_alive(launcher)
 
 
-def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(LaunchError, match="is no run folder; 'make status' shows them"):
+def test_what_is_no_run_is_refused_with_the_runs_beside_it(tmp_path: Path) -> None:
+    write_run(tmp_path, run_record("2025-a", "dp2"), "")
+    with pytest.raises(LaunchError, match=r"is no run folder; the newest runs of .* are 2025-a\."):
         stop_run(tmp_path / "none", Console())
 
 

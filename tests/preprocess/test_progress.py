@@ -33,7 +33,7 @@ def test_progress_of_an_input_of_unknown_size_has_no_percentage(clock):
     with line:
         clock[0] = 61.0
         line.add(0, 0, 122_000_000, documents=1, tokens=2)
-        assert stream.getvalue() == "2.0 MB/s · 1 documents · 2 tokens\n"
+        assert stream.getvalue() == "2.0 MB/s · 1 document · 2 tokens\n"
         line.add(0, 0, 0, documents=1, tokens=0)
     assert stream.getvalue().splitlines()[1:] == ["2.0 MB/s · 2 documents · 2 tokens"]
 

@@ -26,6 +26,7 @@ from parakit.data import (
     text_histogram,
     verify_dataset,
 )
+from parakit.formatting.units import plural
 from tools.preprocess.hub import OPENWEBTEXT, Hub, comparison
 from tools.preprocess.plain_text import TextDocuments
 from tools.preprocess.run import preprocess
@@ -126,7 +127,10 @@ def _number(flag: str, least: int, unit: float = 1) -> Callable[[str], int]:
 
 def _summary(dataset: Dataset) -> str:
     """Return a line with the numbers of documents and tokens."""
-    return f"{dataset.prefix}: {dataset.documents:,} documents, {dataset.tokens:,} tokens"
+    return (
+        f"{dataset.prefix}: {plural(dataset.documents, 'document')}, "
+        f"{plural(dataset.tokens, 'token')}"
+    )
 
 
 def _add_run_flags(add: Add) -> None:

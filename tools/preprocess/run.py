@@ -320,7 +320,7 @@ class ProgressLine:
         self._tokens += tokens
         now = time.monotonic()
         rate = self._text_bytes / 1e6 / max(now - self._start, 1e-9)
-        line = f"{rate:.1f} MB/s · {self._documents:,} documents · {self._tokens:,} tokens"
+        line = f"{rate:.1f} MB/s · {plural(self._documents, 'document')} · {plural(self._tokens, 'token')}"
         self._shown.update(self._task, completed=done, total=total or None, description=line)
         self._line = line
         if not self._is_terminal and now - self._printed >= LINE_SECONDS:

@@ -23,6 +23,7 @@ from parakit.cli.options import (
     parse_make_variables,
     refuse_removed,
     refuse_strange_target_name,
+    rewrite_for_parakit,
 )
 from parakit.cluster import image_tag
 from parakit.config.setting import SettingError
@@ -33,7 +34,13 @@ REFUSED, INTERRUPTED = 2, 130
 """Exit codes of a refused and of an interrupted command."""
 
 
-def run_target(name: str, arguments: Sequence[str] = (), written: Sequence[str] = ()) -> int:
+def run_target(
+    name: str,
+    arguments: Sequence[str] = (),
+    written: Sequence[str] = (),
+    *,
+    speaks_options: bool = False,
+) -> int:
     """Run a target with the variables of this process's environment, and return its exit code.
 
     Args:
@@ -41,6 +48,7 @@ def run_target(name: str, arguments: Sequence[str] = (), written: Sequence[str] 
         arguments: Further arguments of a launch script.
         written: Names of variables that the user wrote on the command line. The target is refused if it does
             not use one of them.
+        speaks_options: If True, a refusal names commands and options of `parakit` instead of make's variables.
 
     Returns:
         The handler's exit code; 2 if the target was refused, 130 if it was interrupted.
@@ -49,7 +57,12 @@ def run_target(name: str, arguments: Sequence[str] = (), written: Sequence[str] 
 
     try:
         with interruptible():
-            return _print_refusal(lambda: _run_target(name, arguments, written))
+            return _print_refusal(
+                lambda: _run_target(name, arguments, written),
+                (lambda text: rewrite_for_parakit(text, find_command(name)))
+                if speaks_options
+                else str,
+            )
     except Interrupted:
         print("Interrupted; all ranks have ended.")
         return INTERRUPTED
@@ -93,8 +106,10 @@ def run_command(name: str, arguments: Sequence[str], program: str) -> int:
         The handler's exit code; 2 if the command was refused.
     """
     command = next(command for command in COMMANDS if command.name == name)
+    is_parakit = program.startswith("parakit")
     return _print_refusal(
-        lambda: call_handler(command, name, parse_arguments(command, arguments, program))
+        lambda: call_handler(command, name, parse_arguments(command, arguments, program)),
+        (lambda text: rewrite_for_parakit(text, command)) if is_parakit else str,
     )
 
 
@@ -115,12 +130,15 @@ def _refuse_misspelt(name: str) -> None:
         )
 
 
-def _print_refusal(run: Callable[[], int]) -> int:
-    """Return what a function returns; if it raises a ValueError, print the sentence to stderr and return 2."""
+def _print_refusal(run: Callable[[], int], rewrite: Callable[[str], str]) -> int:
+    """Return what a function returns; if it raises a ValueError, print the sentence to stderr and return 2.
+
+    `rewrite` changes the sentence to the form in which the user called the command.
+    """
     try:
         return run()
     except ValueError as error:
-        say(Console(stderr=True, markup=False), str(error), "red")
+        say(Console(stderr=True, markup=False), rewrite(str(error)), "red")
         return REFUSED
 
 

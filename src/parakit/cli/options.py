@@ -219,6 +219,29 @@ def rewrite_as_options(text: str, command: Command) -> str:
 _ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
 
 
+def rewrite_for_parakit(text: str, command: Command | None) -> str:
+    """Return a message for a user of `parakit` who wrote options: it names `parakit` commands and their options.
+
+    Commands whose recipe the Makefile has stay commands of make.
+
+    Args:
+        text: A message that names commands and variables of make.
+        command: The command that the user called; None if there is no such command.
+    """
+
+    def to_parakit(match: re.Match[str]) -> str:
+        if match[1] in ("help", "help-all"):
+            return "parakit --help"
+        named = find_command(match[1].replace("<", "").replace(">", ""))
+        return f"parakit {match[1]}" if named is not None and named.handler else match[0]
+
+    text = _MAKE_COMMAND.sub(to_parakit, text)
+    return rewrite_as_options(text, command or Command("", "", ""))
+
+
+_MAKE_COMMAND = re.compile(r"\bmake ([1-9a-z][\w<>…%-]*)")
+
+
 def rewrite_as_variables(arguments: Sequence[str], command: Command) -> list[str]:
     """Return the arguments of a command line as make variables, in the form `NAME=value`.
 
@@ -323,7 +346,8 @@ def refuse_unused_variables(names: Iterable[str], target: str, command: Command)
         )
         if name in used or is_foreign:
             continue
-        similar = difflib.get_close_matches(name, sorted(used or known), n=1, cutoff=0.5)
+        # Users also write variables in lower case, as in iters=5.
+        similar = difflib.get_close_matches(name.upper(), sorted(used or known), n=1, cutoff=0.5)
         hint = (
             f"did you mean {similar[0]}=?"
             if similar

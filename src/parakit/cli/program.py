@@ -28,6 +28,7 @@ from parakit.cli.options import (
     rewrite_as_variables,
 )
 from parakit.config.files import ROOT
+from parakit.config.settings import SETTINGS
 
 EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
 """The extra of the wheel that installs a package, by package. Other optional packages are in `data`."""
@@ -121,7 +122,8 @@ def _run(name: str, arguments: list[str]) -> int:
         if documented is not None:
             return _print_help(name, documented)
     if command is None or command in INTERNAL:
-        return run_target(name, arguments)
+        speaks_options = command is None and not _uses_make_variables()
+        return run_target(name, arguments, speaks_options=speaks_options)
     if command.packages is None:
         return _run_in_clone(name, command, arguments)
     if _is_outside_of_wheel(command) and find_clone(ROOT) is None:
@@ -159,19 +161,25 @@ def _has_make_variables(command: Command) -> bool:
     )
 
 
+def _uses_make_variables() -> bool:
+    """Return True if make started this process, or if the environment has any variable of make."""
+    return "MAKELEVEL" in os.environ or any(os.environ.get(setting.name) for setting in SETTINGS)
+
+
 def _run_in_clone(name: str, command: Command, arguments: list[str]) -> int:
     """Run a command that needs a clone.
 
     The command runs in this process if this program belongs to the clone. Its options then become environment
     variables. Otherwise the clone's own program replaces this process.
     """
+    speaks_options = not _uses_make_variables()
     variables = _parse_assignments(rewrite_as_variables(arguments, command))
     clone = find_clone(Path.cwd())
     if find_clone(ROOT) is None or (clone is not None and clone != ROOT):
         return _start_in_clone(name, arguments, "trains or looks at runs")
     os.environ.update(variables)
     os.chdir(ROOT)  # make does so too: runs, data and reports are in folders of the clone.
-    return run_target(name, written=tuple(variables))
+    return run_target(name, written=tuple(variables), speaks_options=speaks_options)
 
 
 def _is_outside_of_wheel(command: Command) -> bool:

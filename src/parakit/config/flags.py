@@ -90,13 +90,42 @@ def find_misspelled_flags(arguments: Sequence[str]) -> dict[str, str]:
     return sentences
 
 
+def find_invalid_numbers(arguments: Sequence[str]) -> dict[str, str]:
+    """Return an error sentence for each flag whose value has to be a number and is none, by flag.
+
+    Megatron's own parser reports such a value only after the ranks have started. Texts and choices are not checked.
+    """
+    sentences = {}
+    for name, values in values_by_flag(arguments).items():
+        flag = FLAGS.get(name)
+        # Megatron also takes a list of numbers for --moe-layer-freq.
+        if flag is None or flag.kind not in _NUMBERS or name == "--moe-layer-freq":
+            continue
+        parse, description = _NUMBERS[flag.kind]
+        if not values:
+            sentences[name] = f"{name} has no value; it takes {description}."
+            continue
+        try:
+            parse(values[0])
+        except ValueError:
+            sentences[name] = f"{name} {values[0][:40]} is not {description}."
+    return sentences
+
+
+_NUMBERS: Mapping[str, tuple[Callable[[str], int | float], str]] = {
+    "whole": (int, "a whole number"),
+    "decimal": (float, "a number"),
+}
+"""Parser and description of a value, by the kinds of flag that take one number."""
+
+
 def refuse_misspelled_flags(arguments: Sequence[str]) -> None:
-    """Raise an error if `arguments` has flags that no supported Megatron has.
+    """Raise an error if `arguments` has flags that no supported Megatron has, or values that are no numbers.
 
     Raises:
         ValueError: There are such flags. The message has one line per flag.
     """
-    sentences = find_misspelled_flags(arguments)
+    sentences = find_misspelled_flags(arguments) | find_invalid_numbers(arguments)
     if sentences:
         raise ValueError("\n".join(sentences.values()))
 

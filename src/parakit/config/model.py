@@ -20,6 +20,8 @@ from parakit.config.strategy import Batch
 
 FAMILIES = ("gpt3", "moe")
 ALIASES = {"gpt3-354m": "gpt3-355m", "gpt3-512m": "gpt3-355m"}
+PUBLISHED_SIZES = {"gpt3-345m": "345M", "gpt3-857m": "857M"}
+"""Sizes under which models were published whose published dimensions have other numbers of parameters."""
 
 HUB = ROOT / "hub"
 """Folder of imported models; each has a subfolder of its name with `NAME.args` and its weights."""

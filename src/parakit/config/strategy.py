@@ -455,8 +455,8 @@ def describe_batch_scaling(model_batch: Batch, batch: Batch, parallelism: Parall
     if batch == model_batch or batch != scale_batch(model_batch, parallelism):
         return ""
     return (
-        f"Batch {batch} (micro/global), not the model file's {model_batch}: as in the published runs a "
-        f"strategy scales it, {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= give a baseline the same."
+        f"Batch {batch} (micro/global): the model file's {model_batch}, scaled for the strategy as in the "
+        "published runs; MICRO_BATCH= and GLOBAL_BATCH= set others."
     )
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib.util
 from argparse import Namespace
 from collections.abc import Callable, Container, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 from rich.console import Console
 
-from parakit.config.errors import LaunchError
+from parakit.config.errors import LaunchError, suggest_names
 from parakit.experiments.definition import SWEEP, Experiment
 from parakit.experiments.engine import Output, Study, run_experiment
 from parakit.experiments.load import AXES, load_experiment, load_sweep
@@ -25,6 +27,8 @@ from parakit.reporting import Entry
 
 PUBLISHED = "published"
 """Name of the experiment with the six runs of the H200 notes."""
+
+_TABLES = Path(__file__).with_name("tables")
 
 PREDICTIONS: dict[str, Callable[[Namespace], int]] = {"zero": predict_zero}
 """Functions that predict an experiment without training, by the experiment's name."""
@@ -177,9 +181,26 @@ def find_output(table: str) -> Output:
     """Return the output that an experiment's `table:` names.
 
     It is `report`, `parity`, a module of `tables/`, or the dotted name of another module with an `OUTPUT`.
+
+    Raises:
+        LaunchError: There is no such table; the message suggests a similar one.
     """
     if table in _OUTPUTS:
         return _OUTPUTS[table]
     module = table if "." in table else f"parakit.experiments.tables.{table}"
-    output: Output = import_module(module).OUTPUT
+    output: Output | None = None
+    if _module_exists(module):
+        output = getattr(import_module(module), "OUTPUT", None)
+    if output is None:
+        known = [*_OUTPUTS, *(path.stem for path in _TABLES.glob("[a-z]*.py"))]
+        hint = suggest_names(table, known, "other experiments in examples/experiments name theirs")
+        raise LaunchError(f"There is no table '{table}' for an experiment's key 'table'; {hint}")
     return output
+
+
+def _module_exists(name: str) -> bool:
+    """Return True if a module of this dotted name exists. No module is imported but its parent packages."""
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:  # A parent package is missing.
+        return False

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from megatron_patches.fusions import NAMES
-from parakit.config.errors import LaunchError
+from parakit.config.errors import LaunchError, suggest_names
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.model import Model, load_model
 from parakit.config.run import Backend, DeviceKind, OptimizerName
@@ -164,16 +164,22 @@ def read_experiment_file(name: str) -> ExperimentFile:
     return _convert(ExperimentFile, read_yaml(path), name)
 
 
-def _convert[T](kind: type[T], data: object, name: str) -> T:
+def _convert[T: msgspec.Struct](kind: type[T], data: object, name: str) -> T:
     """Convert data of an experiment's file to a structure.
 
     Raises:
-        LaunchError: The data do not fit; the message names the file.
+        LaunchError: The data do not fit; the message names the file, and the known key that is most similar to an
+            unknown one.
     """
+    file = (FOLDER / f"{name}.yaml").relative_to(ROOT)
+    known_keys = [field.name for field in msgspec.structs.fields(kind)]
+    for key in data if isinstance(data, Mapping) else ():
+        if key not in known_keys:
+            hint = suggest_names(str(key), known_keys, f"it has {', '.join(known_keys)}")
+            raise LaunchError(f"{file} has the key '{key}', which no experiment has; {hint}")
     try:
         return msgspec.convert(data, type=kind)
     except msgspec.ValidationError as error:
-        file = (FOLDER / f"{name}.yaml").relative_to(ROOT)
         raise LaunchError(f"{file} is no experiment: {error}.") from None
 
 
@@ -393,7 +399,10 @@ def parse_option_fields(variables: Mapping[str, VariableValue], source: str) -> 
     known = {setting.name for setting in RUN_SETTINGS}
     for key in texts:
         if key not in known:
-            raise LaunchError(f"{source} sets {key}, which is no variable of a training target.")
+            hint = suggest_names(key, known, "'make help-all' lists the variables of train-%")
+            raise LaunchError(
+                f"{source} sets {key}, which is no variable of a training target; {hint}"
+            )
         other_texts = {other: text for other, text in texts.items() if other != key}
         if options_from_texts(other_texts) == options:
             raise LaunchError(f"{source} sets {key} to its default, which changes nothing.")

@@ -12,6 +12,7 @@ from rich.console import Console
 from parakit.config.model import (
     ALIASES,
     GPT2_VOCABULARY,
+    PUBLISHED_SIZES,
     Model,
     load_model,
     model_names,
@@ -75,6 +76,12 @@ def print_list(console: Console) -> None:
     console.print(rich_table(_models_table(models, memory.available, gpus), console.width))
     console.print(_describe_vocabulary_sizes(models), highlight=False)
     console.print(_describe_batch_scaling(models[0]), highlight=False)
+    for name, size in PUBLISHED_SIZES.items():
+        console.print(_describe_published_size(load_model(name), size), highlight=False)
+    console.print(
+        "dense-1m to dense-64m and moe-1m to moe-64m are named by their parameters without embeddings.",
+        highlight=False,
+    )
     for label, name in ALIASES.items():
         console.print(f"{label} is another name of {name}.", highlight=False)
     mixtures = _experts_table([model for model in models if model.shape.experts])
@@ -101,6 +108,15 @@ def _describe_vocabulary_sizes(models: Sequence[Model]) -> str:
     return (
         f"The kit's data sets hold GPT-2's {count(GPT2_VOCABULARY)} tokens; on them models of another "
         f"vocabulary have other sizes: {', '.join(sizes)}."
+    )
+
+
+def _describe_published_size(model: Model, size: str) -> str:
+    """Return a sentence that says why a model's name states another size than its number of parameters."""
+    shape = model.shape
+    return (
+        f"{model.name} was published as {size}; its published dimensions, {shape.layers} layers of width "
+        f"{shape.hidden}, have {count(total_parameters(shape))} parameters."
     )
 
 

@@ -27,7 +27,7 @@ from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.flag_table import argument_names, parse_release
-from parakit.config.flags import Flags, find_misspelled_flags
+from parakit.config.flags import Flags, find_invalid_numbers, find_misspelled_flags
 from parakit.config.model import imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, RunSpec
 from parakit.costs import find_peak_rank, find_violations, total_parameters
@@ -235,9 +235,11 @@ def version_problems(launch: Launch) -> Iterator[str]:
 
 
 def _flag_problems(launch: Launch) -> Iterator[str]:
-    """Yield a sentence per misspelt Megatron flag. A flag that a checkout defines passes, and so does every flag
-    of a run with a patch file, which may define more.
+    """Yield a sentence per flag whose number is none, and per misspelt Megatron flag.
+
+    A name that a checkout defines passes, and so does every name of a run with a patch file, which may define more.
     """
+    yield from find_invalid_numbers(launch.flags).values()
     if launch.spec.backend is not Backend.MEGATRON or variables.PATCH_FILE in launch.environment:
         return
     sentences = find_misspelled_flags(launch.flags)

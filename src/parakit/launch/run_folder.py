@@ -44,6 +44,7 @@ from parakit.launch.devices import (
     visible_gpus,
 )
 from parakit.launch.supervise.exit_status import reserve_room
+from parakit.logs import describe_newest_runs
 
 LOCK_FILE = ".lock"
 IMAGES_FOLDER = ".images"
@@ -135,8 +136,8 @@ def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
         return records.read_run(folder)
     except (FileNotFoundError, NotADirectoryError):
         raise LaunchError(
-            f"RUN={relative_to_root(folder)} is no run folder: it has no {records.RUN_FILE}; 'ls runs' shows "
-            f"them{otherwise}."
+            f"RUN={relative_to_root(folder)} is no run folder: it has no {records.RUN_FILE}; "
+            f"{describe_newest_runs(folder.parent, ROOT / 'runs')}{otherwise}."
         ) from None
     except OSError as error:
         raise LaunchError(

@@ -21,13 +21,14 @@ from parakit.cluster import (
     remove_container,
 )
 from parakit.config.errors import LaunchError
-from parakit.config.files import relative_to_root
+from parakit.config.files import ROOT, relative_to_root
 from parakit.formatting.terminal import say
 from parakit.launch.checkpoints import choose_grace_seconds
 from parakit.launch.flags import EXIT_SIGNAL_HANDLER
 from parakit.launch.status import read_job_record, read_recorded_status, read_run_statuses
 from parakit.launch.supervise.exit_status import format_outcome
 from parakit.launch.supervise.interruption import is_alive
+from parakit.logs import describe_newest_runs
 
 STOP_SECONDS = 30.0
 """Longest wait for a run to end. A launcher ends its ranks within 10 s and then writes the status."""
@@ -45,7 +46,8 @@ def stop_run(run: str | Path, console: Console) -> int:
     """
     run = Path(run).absolute()
     if not records.is_run_folder(run):
-        raise LaunchError(f"RUN={run} is no run folder; 'make status' shows them.")
+        newest_runs = describe_newest_runs(run.parent, ROOT / "runs")
+        raise LaunchError(f"RUN={relative_to_root(run)} is no run folder; {newest_runs}.")
     seconds = _longest_stop_seconds(run)
     job = read_job_record(run)
     state = (query_job_states([job.job_id]) or {}).get(job.job_id) if job else None

@@ -28,7 +28,13 @@ if TYPE_CHECKING:
     )
     from parakit.logs.lines import make_printable, split_lines
     from parakit.logs.printed import find_device_in_arguments, find_device_name, parse_printed_spec
-    from parakit.logs.runs import Run, find_run_folders, load_folder, load_runs
+    from parakit.logs.runs import (
+        Run,
+        describe_newest_runs,
+        find_run_folders,
+        load_folder,
+        load_runs,
+    )
     from parakit.logs.scrape import scrape_log
     from parakit.logs.sources import read_samples
     from parakit.logs.stated_model import REQUIRED_MODEL_FLAGS, ModelDifference
@@ -54,6 +60,7 @@ __all__ = [
     "UnreadableLogError",
     "classify_log",
     "describe_log_end",
+    "describe_newest_runs",
     "diagnose_log",
     "find_device_in_arguments",
     "find_device_name",

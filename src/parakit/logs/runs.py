@@ -17,6 +17,7 @@ from parakit.artifacts.identity import parse_flag_values
 from parakit.artifacts.measurements import TimeRecord
 from parakit.artifacts.run import DatasetIdentity, RunRecord, Status, StatusRecord
 from parakit.artifacts.verdict import VERIFY_FOLDER, read_verdicts
+from parakit.config.files import relative_to_root
 from parakit.config.flags import Flags
 from parakit.config.run import DeviceKind, RunSpec, flags_from_printed_arguments
 from parakit.config.strategy import Parallelism
@@ -227,6 +228,24 @@ def find_run_folders(root: Path) -> list[Path]:
         return [root]
     folders = sorted(folder for folder in root.iterdir() if not folder.name.startswith("."))
     return list(filter(records.is_run_folder, folders))
+
+
+_MAX_NAMED_RUNS = 3
+"""Newest runs that a sentence names."""
+
+
+def describe_newest_runs(*roots: Path) -> str:
+    """Return a clause that names the newest runs of the first folder that has any, for an error about a wrong run.
+
+    If no folder has a run, the clause names the command that trains some. Folders of the clone are written relative
+    to it.
+    """
+    for root in roots:
+        folders = find_run_folders(root)
+        if folders:
+            newest_names = [folder.name for folder in reversed(folders[-_MAX_NAMED_RUNS:])]
+            return f"the newest runs of {relative_to_root(root)} are {', '.join(newest_names)}"
+    return f"{relative_to_root(roots[-1])} has no run, and 'make demo' trains six"
 
 
 def load_folder(folder: Path) -> Run:

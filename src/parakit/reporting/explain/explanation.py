@@ -17,8 +17,9 @@ from rich.text import Text
 from parakit.config.published import load_published
 from parakit.costs import Phase
 from parakit.formatting.table import TextTable, markdown_table, markdown_text, readable_table
+from parakit.formatting.terminal import say
 from parakit.formatting.units import DASH, amount, count, ms, percent, signed, signed_percent
-from parakit.logs import find_run_folders, load_runs
+from parakit.logs import describe_newest_runs, find_run_folders, load_runs
 from parakit.reporting.analyse.report import Report, build_report
 from parakit.reporting.analyse.time_shares import TimeShares
 from parakit.reporting.explain.closed_form import ComponentResidual
@@ -159,14 +160,7 @@ def explain_runs(paths: Sequence[Path], root: Path, console: Console) -> int:
         found_paths.append(root / path if is_in_root else path)
     missing = [str(path) for path in found_paths if not path.exists()]
     if missing:
-        newest_names = [folder.name for folder in reversed(folders[-_MAX_NAMED_RUNS:])]
-        hint = "it has none; make demo trains six"
-        if newest_names:
-            hint = f"its newest are {', '.join(newest_names)}"
-        console.print(
-            f"There is no run {', '.join(missing)}; RUN= takes a run folder of {root} ({hint}).",
-            markup=False,
-        )
+        say(console, f"There is no run {', '.join(missing)}; {describe_newest_runs(root)}.")
         return 1
     runs, problems = load_runs(found_paths or folders)
     for problem in problems:
@@ -219,8 +213,6 @@ _PHASES = (
 """Phases of an iteration in the order of the table's columns, with their headings."""
 _WHOLE_NUMBER_COMPONENTS = ("parameters", "weights", "gradients")
 """Components whose values the table shows to the last digit, because they should be exact."""
-_MAX_NAMED_RUNS = 3
-"""Newest runs that an error names."""
 _MAX_WHOLE_RESIDUAL = 1e5
 """Residuals below this are shown as whole numbers, larger ones with a unit."""
 
