@@ -31,6 +31,7 @@ _METRICS = (
         },
     ),
     ("perf/step_time", r"\bperf (\d+): \{", {"perf/step_time": ("elapsed_ms", 1000.0)}),
+    ("'train/", r"\bstep (\d+): \{", {"train/grad_norm": ("grad_norm", 1.0)}),
     (
         *("train_speed(s/it)", r"""(?:iteration|max_steps)['"]: ['"](\d+)/\d"""),
         {"grad_norm": ("grad_norm", 1.0), "loss": ("lm_loss", 1.0)},
@@ -85,7 +86,7 @@ def _of_means(lines: Sequence[str]) -> Iterator[Figure]:
     """Of ms-swift: a mean, and what is between two of them."""
     so_far: list[tuple[int, float]] = []
     for line in lines:
-        mean, count = _named(line, "train_speed(s/it)"), re.search(_METRICS[2][1], line)
+        mean, count = _named(line, "train_speed(s/it)"), re.search(_METRICS[-1][1], line)
         since = re.search(r"""elapsed_time['"]: ['"]([\dhms ]+)['"]""", line)
         if count and mean and mean > 1e-3 and since:
             number = int(count[1][:15])

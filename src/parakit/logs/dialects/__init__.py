@@ -89,7 +89,7 @@ _PAIR = re.compile(
     r"""['"]([^'"]{1,80})['"]: ['"]?([-+]?\d{1,20}(?:\.\d{0,20})?(?:e[-+]?\d{1,3})?)(?=['"]?[,}])"""
 )
 """Pattern of a name and a number in a dictionary of Python or JSON."""
-_POLICY_METRIC = re.compile(r"reward|\bkl\b|advantage|polic|completion", re.IGNORECASE)
+_POLICY_METRIC = re.compile(r"reward|\bkl\b|advantage|polic|pg_loss|completion", re.IGNORECASE)
 
 
 def are_policy_metrics(names: Iterable[str]) -> bool:
@@ -107,6 +107,8 @@ class MetricsLine(LineFormat):
     """Pattern of a name and its number."""
     end: ClassVar[str] = "}"
     """Text that ends an iteration before the end of the line; empty if there is none."""
+    needs_time: ClassVar[bool] = True
+    """True if a line without a time is no iteration. Otherwise the line must have a number with a field."""
 
     def find(self, line: str) -> list[ParsedIteration]:
         """Return the steps in a line, in order. A line may be several joined lines."""
@@ -125,7 +127,10 @@ class MetricsLine(LineFormat):
         return dict(self.metric.findall(text))
 
     def _parse_step(self, text: str, start: int) -> ParsedIteration | None:
-        """Return the iteration that a text reports; None if the text states no step number or no time.
+        """Return the iteration that a text reports.
+
+        None means that the text states no step number or, if the format needs a time, no time. Without this need,
+        the text must state at least one number with a field of `Iteration`.
 
         Args:
             text: The text of the iteration.
@@ -138,10 +143,11 @@ class MetricsLine(LineFormat):
             for name, (field, power) in self.names.items()
             if name in numbers and field in ("elapsed_ms", MEAN_SECONDS)
         ]
-        if step_number is None or not times:
+        is_step = bool(times) if self.needs_time else not self.names.keys().isdisjoint(numbers)
+        if step_number is None or not is_step:
             return None
         fields = [LineField(name, int(digits)) for name, digits in step_number.groupdict().items()]
-        fields.append(times[0])
+        fields += times[:1]
         # These numbers also keep their printed names. The loss of a policy is no loss of a language model.
         kept_as_printed = {"elapsed_ms"}
         if are_policy_metrics(numbers):

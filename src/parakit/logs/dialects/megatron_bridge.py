@@ -25,7 +25,10 @@ _SIZES = tuple(
     for name in ("allocated", "max-allocated", "reserved", "max-reserved")
 )
 _MIB_PER_GIGABYTE = 1e9 / 2**20
-_STEP_TIME = r"Step Time : (\d{1,6}\.\d{1,6})s GPU utilization: (\d{1,6}\.\d{1,4})MODEL_TFLOP/s/GPU"
+_STEP_TIME = (
+    r"Step Time : (\d{1,6}\.\d{1,6})s GPU utilization: (\d{1,6}\.\d{1,4})(?:MODEL_)?TFLOP/s/GPU"
+)
+"""Pattern of step time and throughput. The first versions (2025) print TFLOP/s, later ones MODEL_TFLOP/s."""
 _STEP_TIME_ROUNDING = 0.0051
 """Largest rounding error of the step time in seconds, which is printed with two decimals."""
 
