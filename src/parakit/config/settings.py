@@ -109,6 +109,12 @@ AGAINST = Setting(
     "reference",
 )
 
+# Two versions of Megatron.
+A = Setting(
+    "A", TEXT, "first version: the installed release, or a release or commit of MEGATRON_LM="
+)
+B = Setting("B", TEXT, "second version, which is compared with A=")
+
 # The parity matrix.
 FEATURES = Setting("FEATURES", "words", "families, features, levels of the matrix (all)", ())
 PAGE = Setting(

@@ -50,7 +50,7 @@ from parakit.verify import Finding, FindingStatus, list_findings
 FOLDER = "matrix"
 """Folder in the runs folder; it holds a folder per version of Megatron."""
 FUZZ_MINUTES = 30
-_TAG_PREFIX = "core_v"
+TAG_PREFIX = "core_v"
 """Prefix of release tags in Megatron's repository."""
 SHOWN_DRAWS = 20
 """Number of draws that DRY_RUN=1 prints."""
@@ -341,8 +341,8 @@ def name_version(entry: MegatronEntry) -> str:
     if entry.megatron_commit is None:
         return entry.megatron_version
     checkout = Path(entry.path).parent
-    tags = run_git(checkout, "tag", "--points-at", "HEAD", "--list", f"{_TAG_PREFIX}*").split()
-    return tags[0].removeprefix(_TAG_PREFIX) if tags else entry.megatron_commit[:8]
+    tags = run_git(checkout, "tag", "--points-at", "HEAD", "--list", f"{TAG_PREFIX}*").split()
+    return tags[0].removeprefix(TAG_PREFIX) if tags else entry.megatron_commit[:8]
 
 
 def list_known_findings(name: str) -> tuple[Finding, ...]:

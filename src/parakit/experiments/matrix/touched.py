@@ -123,7 +123,7 @@ def record_executed_files(
     """
     recorder = read_patch_file(relative_to_root(RECORDER))
     for family in families:
-        for name, cell in _list_recorded_cells(matrix, family):
+        for name, cell in list_component_cells(matrix, family):
             scratch = folder / f"{cell.id}-executed"
             scratch.mkdir()
             pair = cell.make_pair(replace(options, runs=folder))
@@ -143,7 +143,7 @@ def record_executed_files(
             yield f"{family.name}/{name}", frozenset(files)
 
 
-def _list_recorded_cells(matrix: Matrix, family: Family) -> list[tuple[str, MatrixCell]]:
+def list_component_cells(matrix: Matrix, family: Family) -> list[tuple[str, MatrixCell]]:
     """Return a cell per layout, and one per level in the first layout where the level is legal."""
     cells = [(layout.name, MatrixCell(family, layout)) for layout in family.layouts]
     for level in family.levels:

@@ -251,12 +251,12 @@ def compose_pair(pair: LaunchPair) -> Verification:
         )
     )
     reference = _compose_reference(pair.reference_strategy, shared_job)
-    strategy = _share_initial_weights(reference, compose_job(strategy_job))
+    strategy = share_initial_weights(reference, compose_job(strategy_job))
     saving = None
     if pair.saving_strategy:
         devices = _count_devices(pair.saving_strategy, job)
         saving_job = strategy_job.with_strategy(pair.saving_strategy, devices)
-        saving = _share_initial_weights(reference, compose_job(saving_job))
+        saving = share_initial_weights(reference, compose_job(saving_job))
     verification = Verification(
         pair, strategy, reference=_pad_vocabulary(strategy, reference), saving=saving
     )
@@ -379,7 +379,7 @@ def _count_devices(strategy: str, job: Job) -> int:
     return 1 if strategy == "baseline" else count_devices(strategy, job.devices)
 
 
-def _share_initial_weights(reference: Launch, launch: Launch) -> Launch:
+def share_initial_weights(reference: Launch, launch: Launch) -> Launch:
     """Return the launch, changed so that it starts from the reference's initial checkpoint.
 
     The path of the checkpoint is replaced in flags and environment. The launch is returned unchanged if one of the
