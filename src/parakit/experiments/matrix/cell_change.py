@@ -55,7 +55,7 @@ class ChangeStatus(StrEnum):
 
 
 class Aspect(StrEnum):
-    """What can change in a cell."""
+    """Aspect of a cell that can change."""
 
     RUN = "run"
     """One version trains the cell, and the other one does not."""
@@ -133,7 +133,7 @@ NO_CALLS = CallTotal(0, 0)
 
 @dataclass(frozen=True)
 class CountedRun:
-    """What a run of a cell in one version shows by itself."""
+    """Figures of one run of a cell in one version."""
 
     failure: str = ""
     """Why the run could not be composed or ended; empty if it ended well."""

@@ -168,14 +168,16 @@ def list_findings_in_one(old: str, new: str, cell: MatrixCell) -> tuple[str, ...
     """
     old_findings = {finding.id: finding for finding in list_known_findings(old)}
     new_findings = {finding.id: finding for finding in list_known_findings(new)}
+    in_old_alone = old_findings.keys() - new_findings.keys()
+    in_new_alone = new_findings.keys() - old_findings.keys()
     sentences = []
-    for names, others, version in (
-        (old_findings, new_findings, old),
-        (new_findings, old_findings, new),
-    ):
-        for name, finding in names.items():
-            if name not in others and affects_cell(finding, cell):
-                sentences.append(f"{name} is a known finding in {version} alone")
+    for name, finding in (old_findings | new_findings).items():
+        if not affects_cell(finding, cell):
+            continue
+        if name in in_old_alone:
+            sentences.append(f"{name} is a known finding in {old} alone")
+        elif name in in_new_alone:
+            sentences.append(f"{name} is a known finding in {new} alone")
     return tuple(sentences)
 
 
