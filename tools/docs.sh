@@ -17,4 +17,4 @@ rm -rf site
 PYTHONPATH=src:. NO_MKDOCS_2_WARNING=1 "$VENV/bin/python" -m mkdocs build --strict --quiet
 .venv/bin/python -m parakit.site.planner_page site/planner
 .venv/bin/python -m parakit.site.generated_pages site/docs
-echo "The site is in site/; show it with: python3 -m http.server --directory site"
+echo "The site is in site/; 'make serve' builds it and shows it"

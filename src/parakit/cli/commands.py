@@ -262,6 +262,8 @@ SECTIONS = {
         Command("test-slow", "", "run the long tests", (v.MEGATRON_LM,)),
         BENCH,
         Command("docs", "", "build site/: the documentation, and the planner in the browser"),
+        Command("serve", "parakit.site.server:serve_site",
+            "build site/ and show it at a local address, with the planner", (v.PORT,), on_host=True),
         Command("lint", "", "run ruff, mypy, shellcheck, hadolint and import-linter"),
         Command("clean", "", "remove runs, reports and caches; keep .venv, owt-ds and readings"),
     ),

@@ -387,6 +387,13 @@ TOKENIZER = Setting(
     "gpt2, or a folder with tokenizer.json",
     make_equivalent='ARGS="--tokenizer FOLDER"',
 )
+PORT = Setting(
+    "PORT",
+    "a whole number from 1024 to 65535",
+    "port of this machine ({default})",
+    8000,
+    make_equivalent='ARGS="--port 8001"',
+)
 INPUT = Setting("INPUT", TEXT, "text files: JSONL, also .gz or .zst; parquet; .txt")
 
 # Options without a variable of their own.
