@@ -172,8 +172,10 @@ def test_an_answer_without_a_name_says_who_waits_in_what_and_exits_with_1(
     printed = capsys.readouterr()
     answer = json.loads(printed.out)
     assert (answer["culprits"], answer["waiting"]) == ([], [1, 3])
-    assert "Rank 1 is in all_reduce of the group unknown to rank 1" in answer["sentence"]
-    assert "rank 3 is in broadcast no. 7 of the group unknown to rank 3" in answer["sentence"]
+    assert "Rank 1 is in all_reduce of a group that the log does not name" in answer["sentence"]
+    assert (
+        "rank 3 is in broadcast no. 7 of a group that the log does not name" in answer["sentence"]
+    )
     assert "train.log counts ranks within a group that it does not name" in printed.err
 
 
@@ -339,3 +341,148 @@ def test_killed_process_whose_machine_is_unknown_is_reported_and_not_named(tmp_p
     evidence = gather_evidence([tmp_path])
     assert judge_hang(evidence).culprits == ()
     assert "The process with local rank 2 was killed by SIGKILL" in evidence.refused[0]
+
+
+def begin_call(rank: int, number: int, call: str, group_rank: int | None = None) -> str:
+    """Return the line of a rank that begins a call, as torch 2.15 writes it."""
+    number_in_group = rank if group_rank is None else group_rank
+    return (
+        f"[rank{rank}]:[I1129 12:16:01.759382845 ProcessGroupWrapper.cpp:724] [Rank {number_in_group}] Running "
+        f"collective: CollectiveFingerPrint(SequenceNumber={number}{call})"
+    )
+
+
+REDUCE = (
+    ", OpType=ALLREDUCE, TensorShape=[4], TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float "
+    "(default), device=cuda)"
+)
+SEND_OUT = (
+    ", OpType=BROADCAST, TensorShape=[1], TensorDtypes=Long, TensorDeviceTypes=TensorOptions()"
+)
+WAIT_FOR_ALL = "OpType=BARRIER"
+
+
+def test_rank_that_begins_another_call_than_all_others_is_named(tmp_path: Path) -> None:
+    lines = [begin_call(rank, 3, WAIT_FOR_ALL) for rank in (2, 0, 1)]
+    lines += [begin_call(rank, 4, SEND_OUT if rank == 1 else REDUCE) for rank in (1, 2, 0)]
+    verdict = judge_log(tmp_path, *lines)
+    assert verdict.culprits == (1,)
+    assert "called broadcast of [1] Long as no. 4" in verdict.sentence
+    assert "called all_reduce of [4] Float: another operation." in verdict.sentence
+
+
+def test_begun_calls_are_compared_across_a_log_per_rank(tmp_path: Path) -> None:
+    for rank in range(3):
+        lines = [begin_call(rank, 3, WAIT_FOR_ALL)]
+        lines += [begin_call(rank, 4, SEND_OUT if rank == 2 else REDUCE)]
+        (tmp_path / f"rank{rank}.log").write_text("\n".join(lines) + "\n")
+    assert judge_hang(gather_evidence([tmp_path])).culprits == (2,)
+
+
+def test_single_lines_of_ranks_are_not_compared_because_they_may_be_of_several_groups(
+    tmp_path: Path,
+) -> None:
+    lines = [begin_call(rank, 4, SEND_OUT if rank == 0 else REDUCE) for rank in (0, 1, 2)]
+    verdict = judge_log(tmp_path, *lines)
+    assert (verdict.culprits, verdict.suspects) == ((), ())
+
+
+def test_rank_that_began_no_last_call_is_suspect_because_the_log_may_be_cut(tmp_path: Path) -> None:
+    lines = [begin_call(rank, number, WAIT_FOR_ALL) for number in (2, 3) for rank in (0, 1, 2)]
+    lines += [begin_call(rank, 4, REDUCE) for rank in (0, 2)]
+    verdict = judge_log(tmp_path, *lines)
+    assert (verdict.culprits, verdict.suspects) == ((), (1,))
+    assert (
+        "Ranks 0 and 2 began all_reduce of [4] Float no. 4 last; rank 1 began barrier no. 3 last."
+        in (verdict.sentence)
+    )
+    assert why_hang([str(tmp_path)]) == 1
+
+
+@pytest.mark.parametrize(
+    "line_of_subgroup", [begin_call(0, 0, REDUCE), begin_call(2, 4, SEND_OUT, group_rank=1)]
+)
+def test_begun_calls_of_several_groups_are_not_compared(
+    tmp_path: Path, line_of_subgroup: str
+) -> None:
+    lines = [begin_call(rank, 3, WAIT_FOR_ALL) for rank in (0, 1)]
+    lines += [line_of_subgroup, begin_call(1, 4, REDUCE)]
+    verdict = judge_log(tmp_path, *lines)
+    assert (verdict.culprits, verdict.suspects, verdict.kind) == ((), (), None)
+    assert "rank 1 began all_reduce of [4] Float no. 4 last" in verdict.sentence
+
+
+def test_absent_rank_of_monitored_barrier_is_named_with_its_last_call(tmp_path: Path) -> None:
+    lines = [begin_call(rank, 3, WAIT_FOR_ALL) for rank in (0, 1, 2)]
+    lines += [begin_call(rank, 4, REDUCE) for rank in (0, 2)]
+    lines += ["[rank0]:[E] [Rank 0]: Ranks 1 failed to pass monitoredBarrier in 8000 ms"]
+    verdict = judge_log(tmp_path, *lines)
+    assert verdict.culprits == (1,)
+    assert "Rank 1 began barrier no. 3 last." in verdict.sentence
+
+
+def test_counts_of_unfinished_calls_are_no_proof_that_no_rank_waits(tmp_path: Path) -> None:
+    signal = DUMP_SIGNAL.format(" rank 13", 1261, 1259)
+    line = f"[rank0]:[E804 23:05:54 ProcessGroupNCCL.cpp:1914] [PG ID 0 PG GUID 0(default_pg) Rank 0] {signal}"
+    verdict = judge_log(tmp_path, line)
+    assert verdict.culprits == ()
+    assert "Rank 0 is in collective no. 1260 of the group of all ranks." in verdict.sentence
+    assert "Rank 13 reported a timeout first: add the log of rank 13." in verdict.sentence
+    assert "No rank is in an unfinished call" not in verdict.sentence
+
+
+def test_rank_with_a_blocked_watchdog_is_not_said_to_have_left_nothing(tmp_path: Path) -> None:
+    blocked = (
+        "[rank2]:[E419 10:08:00.393067540 ProcessGroupNCCL.cpp:1743] [PG ID 0 PG GUID 0(default_pg) Rank 2] "
+        "ProcessGroupNCCL's watchdog got stuck for 480 seconds without making progress"
+    )
+    verdict = judge_log(tmp_path, describe_timeout(1, 7), describe_timeout(3, 7), blocked)
+    assert (verdict.culprits, verdict.suspects) == ((), (0, 2))
+    assert "No call of ranks 0 and 2 is known, and ranks 1 and 3 wait for them" in verdict.sentence
+    assert "The watchdog of rank 2 was blocked, after the timeout." in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("size_in", "size_out", "says"),
+    [
+        (2, 16, "where rank 1 called all_gather of [4]: another size."),
+        (16, 2, "where rank 1 called reduce_scatter of [32]: another size."),
+    ],
+)
+def test_sizes_of_joined_collectives_are_compared_if_they_show_the_operation(
+    tmp_path: Path, size_in: int, size_out: int, says: str
+) -> None:
+    lines = [
+        describe_timeout(rank, 7, f"NumelIn={factor * size_in}, NumelOut={factor * size_out}, ")
+        for rank, factor in ((0, 1), (1, 2))
+    ]
+    verdict = judge_log(tmp_path, *(line.replace("ALLREDUCE", "COALESCED") for line in lines))
+    assert (verdict.culprits, verdict.suspects) == ((), (0, 1))
+    assert verdict.sentence.endswith(says)
+
+
+def test_messages_that_are_joined_may_have_any_size(tmp_path: Path) -> None:
+    lines = [
+        describe_timeout(rank, 7, f"NumelIn={size}, NumelOut={size}, ")
+        for rank, size in ((0, 4), (1, 9))
+    ]
+    verdict = judge_log(tmp_path, *(line.replace("ALLREDUCE", "COALESCED") for line in lines))
+    assert verdict.kind is None
+
+
+TRACE = """[rank9]:[E607 23:46:59 ProcessGroupNCCL.cpp:733] Stack trace of the failed collective:
+#0 all_reduce from /env/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py:4186
+#1 finish from /home/me/trainer.py:12
+#2 main from /home/me/trainer.py:40
+"""
+
+
+def test_stack_of_the_call_that_timed_out_says_where_its_rank_waits(tmp_path: Path) -> None:
+    prefix = (
+        "[rank9]:[E607 23:46:59 ProcessGroupNCCL.cpp:733] [PG ID 0 PG GUID 0(default_pg) Rank 9]"
+    )
+    trace = TRACE.replace("733]", "733] [PG ID 0 PG GUID 0(default_pg) Rank 9]")
+    for text in (trace, trace.replace("collective:\n", "collective: \n")):
+        verdict = judge_log(tmp_path, describe_timeout(9, 7), text, f"{prefix} First PG to signal")
+        assert "in all_reduce no. 7" in verdict.sentence
+        assert "trainer.py:12 in finish" in verdict.sentence

@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -188,19 +188,25 @@ def normalise_operation(text: str) -> str:
     return _OPERATIONS.get(_TENSOR_SUFFIX.sub("", plain).replace("_", ""), plain)
 
 
-def _read_frames(entries: Any) -> tuple[Frame, ...]:
+def select_frames(frames: Iterable[Frame]) -> tuple[Frame, ...]:
     """Return the frames of Megatron and of the user's code, innermost first, at most DEEPEST_FRAMES.
 
     Frames of torch and of the code that counts communication calls are left out.
     """
-    frames = []
-    for entry in entries:
-        file = str(entry["filename"])
-        if not counts_calls(file) and not any(part in file for part in _FILES_OF_TORCH):
-            frames.append(_intern(Frame(str(entry["name"]), file, int(entry["line"]))))
-        if len(frames) == DEEPEST_FRAMES:
+    selected = []
+    for frame in frames:
+        if not counts_calls(frame.file) and not any(part in frame.file for part in _FILES_OF_TORCH):
+            selected.append(_intern(frame))
+        if len(selected) == DEEPEST_FRAMES:
             break
-    return _intern(tuple(frames))
+    return _intern(tuple(selected))
+
+
+def _read_frames(entries: Any) -> tuple[Frame, ...]:
+    """Return the frames of a dump's call that `select_frames` keeps."""
+    return select_frames(
+        Frame(str(entry["name"]), str(entry["filename"]), int(entry["line"])) for entry in entries
+    )
 
 
 _INTERNED: dict[Any, Any] = {}

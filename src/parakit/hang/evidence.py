@@ -43,6 +43,8 @@ def counts_calls(file: str) -> bool:
 
 UNNAMED_GROUP = "that the log does not name"
 """Name of a group of which no line of a log has a name. Rank 0 may be in another group than the others."""
+UNKNOWN_GROUP = "unknown to rank"
+"""Beginning of the name of the unknown group of one rank's call."""
 UNKNOWN_OPERATION = "collective"
 """Operation of a call of which a log has only the number."""
 
@@ -203,8 +205,15 @@ class GroupOfRanks:
         return self.description.startswith("PIPELINE_MODEL_PARALLEL_GROUP")
 
     @property
+    def is_unknown(self) -> bool:
+        """True if the group stands for the unknown group of one rank's call."""
+        return self.name.startswith(UNKNOWN_GROUP)
+
+    @property
     def label(self) -> str:
         """Name of the group in Megatron's terms, such as `tensor-parallel group`."""
+        if self.is_unknown:
+            return "group that the log does not name"
         short = group_name(self.description)
         return _LABELS.get(short, f"group {short or self.name}")
 
@@ -252,6 +261,14 @@ class HangEvidence:
     """Ranks whose watchdog was blocked, by the logs."""
     asked_ns: int | None = None
     """Time at which the ranks were asked for their stacks, in ns since 1970; None if unknown."""
+    begun: Mapping[int, RecordedCall] = field(default_factory=dict)
+    """The last call that each rank began, of an unknown group, by the logs."""
+    is_begun_in_one_group: bool = True
+    """False if the ranks began calls of several groups, so that the numbers in `begun` cannot be compared."""
+    blocked_later: tuple[int, ...] = ()
+    """Ranks whose watchdog was blocked after a call had timed out, by the logs."""
+    reported_elsewhere: tuple[int, ...] = ()
+    """Ranks that reported a timeout first, by the lines of other ranks."""
 
     def get_rank(self, rank: int) -> RankEvidence:
         """Return the evidence of a rank; empty evidence if the rank left nothing."""

@@ -43,6 +43,7 @@ from parakit.hang.watchdog import (
     WORLD,
     ReportedTimeout,
     WatchdogLog,
+    pair_calls_of_one_number,
     read_watchdog,
 )
 from parakit.logs import classify_log, parse_printed_spec, scrape_log
@@ -84,6 +85,14 @@ class _GatheredFiles:
     """Sentences on ranks that ended by themselves, by the logs."""
     stuck: list[int] = field(default_factory=list)
     """Ranks whose watchdog was blocked, by the logs."""
+    blocked_later: list[int] = field(default_factory=list)
+    """Ranks whose watchdog was blocked after a call had timed out, by the logs."""
+    begun: dict[int, RecordedCall] = field(default_factory=dict)
+    """The last call that each rank began, by the logs."""
+    is_begun_in_one_group: bool = True
+    """False if the ranks began calls of several groups."""
+    reported_elsewhere: list[int] = field(default_factory=list)
+    """Ranks that reported a timeout first, by the lines of other ranks."""
     asked_ns: int | None = None
     """Time at which the launcher asked the ranks for their stacks, in ns since 1970; None if unknown."""
 
@@ -132,16 +141,20 @@ def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
         failures=gathered.failures,
         stuck=tuple(gathered.stuck),
         asked_ns=gathered.asked_ns,
+        begun=gathered.begun,
+        is_begun_in_one_group=gathered.is_begun_in_one_group,
+        blocked_later=tuple(gathered.blocked_later),
+        reported_elsewhere=tuple(gathered.reported_elsewhere),
     )
 
 
 def _select_known_ranks(gathered: _GatheredFiles) -> dict[int, RankEvidence]:
     """Return the evidence of each rank that has any, by rank in rising order.
 
-    A rank that only a log reports, as failed or as stuck, is among them. A file that was refused may have left an
-    empty entry of its rank, which is left out.
+    A rank that only a log reports, as failed, as stuck or as beginning a call, is among them. A file that was
+    refused may have left an empty entry of its rank, which is left out.
     """
-    reported_ranks = {*gathered.failures, *gathered.stuck}
+    reported_ranks = {*gathered.failures, *gathered.stuck, *gathered.begun}
     for rank in reported_ranks:
         gathered.get_rank(rank)
     ranks: dict[int, RankEvidence] = {}
@@ -210,6 +223,8 @@ def _read_logs(gathered: _GatheredFiles) -> None:
         with path.open(errors="replace") as lines:
             log = read_watchdog(lines, _find_rank_of_log(path))
         _add_log(gathered, path, log)
+    if gathered.is_begun_in_one_group:
+        gathered.compared += pair_calls_of_one_number(gathered.begun)
     for pair in gathered.compared:
         for rank, call in pair:
             _set_missing_calls(gathered.get_rank(rank), [call])
@@ -221,6 +236,10 @@ def _add_log(gathered: _GatheredFiles, path: Path, log: WatchdogLog) -> None:
     """Add the reports of one log to `gathered`."""
     gathered.groups += log.groups
     gathered.stuck += log.stuck
+    gathered.blocked_later += log.blocked_later
+    gathered.reported_elsewhere += log.reported_elsewhere
+    gathered.begun |= log.begun
+    gathered.is_begun_in_one_group &= log.is_begun_in_one_group
     gathered.compared += log.compared
     for timeout in log.timeouts:
         gathered.timeouts.setdefault(timeout.rank, []).append(timeout)

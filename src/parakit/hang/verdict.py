@@ -47,6 +47,7 @@ from parakit.hang.waits import (
     is_in_recorded_collective,
 )
 from parakit.hang.wording import (
+    describe_begun_call,
     describe_call,
     describe_ranks,
     describe_wait_call,
@@ -203,6 +204,23 @@ def _judge_stuck_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
         suspects=() if is_decided else ranks,
         kind=HangKind.NEVER_ENTERED if is_decided else None,
         next_step="Look at all threads of that rank (py-spy dump --native): one of them is in a call of CUDA.",
+    )
+
+
+def _judge_begun_calls(waits: Waits) -> HangVerdict:
+    """Return an undecided verdict on a log that has only the beginnings of calls.
+
+    Before each call torch waits for all ranks of the group. So if all calls are of one group, a rank with a lower
+    number did not come to the last call, or the log was cut off: it is a suspect.
+    """
+    evidence = waits.evidence
+    late_ranks = []
+    if evidence.is_begun_in_one_group:
+        last_number = max(call.number for call in evidence.begun.values())
+        late_ranks = [rank for rank, call in evidence.begun.items() if call.number < last_number]
+    reason = "The log shows which calls the ranks began, and neither their groups nor their ends."
+    return _make_verdict(
+        waits, sentence=f"{reason} {describe_ranks(evidence)}", suspects=sorted(late_ranks)
     )
 
 
@@ -369,10 +387,14 @@ def _judge_job_at_work(waits: Waits) -> HangVerdict | None:
     """Return the verdict on a job that may still work, because it shows no waiting ranks; None if it may hang.
 
     The verdict is SLOW if ranks made calls just before the dumps. If no rank is in a call, the verdict is that
-    there is no hang, or undecided. None means that ranks wait in calls, or that a watchdog reported a timeout.
+    there is no hang, or undecided. It is also undecided if the log has only the beginnings of calls. None means
+    that ranks wait in calls, or that a watchdog reported a timeout.
     """
-    if waits.evidence.timed_out:
+    evidence = waits.evidence
+    if evidence.timed_out:
         return None
+    if evidence.begun and not any(state.is_known for state in evidence.ranks.values()):
+        return _judge_begun_calls(waits)
     verdict = _judge_recent_calls(waits.evidence)
     if verdict or waits.ranks_in_calls:
         return verdict
@@ -409,6 +431,16 @@ def _judge_completed_calls(evidence: HangEvidence) -> HangVerdict:
             return HangVerdict(
                 HangOutcome.NONE, "No rank hangs: every recorded call was completed."
             )
+    is_counted_in_call = any(
+        progress.entered > progress.completed
+        for state in states
+        for progress in state.progress.values()
+    )
+    if is_counted_in_call:
+        return _make_undecided_verdict(
+            evidence,
+            "Only numbers of calls are known, so this evidence does not show who waits for whom.",
+        )
     return _make_undecided_verdict(
         evidence, "No rank is in an unfinished call, so this evidence does not show a hang."
     )
@@ -462,10 +494,19 @@ def _describe_unknown_roots(waits: Waits, roots: Sequence[int]) -> str:
     calls = {describe_wait_call(waits.evidence, wait) for wait in waits_for_roots}
     if len(calls) == 1:
         waiting = f"{describe_waiting_ranks(waits_for_roots)} for {'it' if len(roots) == 1 else 'them'} in {min(calls)}"
+        call = waits_for_roots[0].call
+        location = str(locate_call(waits.evidence, call)) if call else ""
+        waiting += f" ({location})" if location else ""
     else:
         waiting = f"{plural(len(waits.ranks_in_calls), 'rank')} wait for {'it' if len(roots) == 1 else 'them'}"
     if len(roots) == 1:
         return f"{names} left nothing, and {waiting}. It stopped before that call, or its lines are missing."
+    blocked = sorted({*waits.evidence.blocked_later} & {*roots})
+    if blocked:
+        return (
+            f"No call of {format_ranks(roots)} is known, and {waiting}. Which of them stopped is not known. The "
+            f"watchdog of {format_ranks(blocked)} was blocked, after the timeout."
+        )
     return f"{names} left nothing, and {waiting}. Which of them stopped is not known."
 
 
@@ -530,6 +571,9 @@ def _describe_location(waits: Waits, state: RankEvidence) -> str:
         last_location = str(locate_call_in_step(state.calls, last_index, waits.evidence.stage))
         if last_location:
             return f"The last call of rank {state.rank} was in {last_location}."
+    begun_call = waits.evidence.begun.get(state.rank)
+    if begun_call is not None:
+        return f"Rank {state.rank} {describe_begun_call(begun_call)}."
     return "" if state.is_known else f"Rank {state.rank} left nothing."
 
 
@@ -841,8 +885,13 @@ def _judge_pipeline_communication(waits: Waits) -> HangVerdict:
 
 
 def _make_undecided_verdict(evidence: HangEvidence, reason: str) -> HangVerdict:
-    """Return an undecided verdict: the reason, then where each rank is."""
-    return HangVerdict(HangOutcome.UNDECIDED, f"{reason} {describe_ranks(evidence)}".strip())
+    """Return an undecided verdict: the reason, then where each rank is, then ranks whose lines are missing."""
+    sentences = [reason, describe_ranks(evidence)]
+    missing_ranks = sorted({*evidence.reported_elsewhere} - {*evidence.ranks})
+    if missing_ranks:
+        names = format_ranks(missing_ranks)
+        sentences.append(f"{names.capitalize()} reported a timeout first: add the log of {names}.")
+    return HangVerdict(HangOutcome.UNDECIDED, " ".join(filter(None, sentences)))
 
 
 def _make_verdict(

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from parakit.hang.dumps import normalise_operation
+from parakit.hang.dumps import normalise_operation, select_frames
 from parakit.hang.evidence import (
+    UNKNOWN_GROUP,
     UNKNOWN_OPERATION,
     UNNAMED_GROUP,
     ComparedCalls,
+    Frame,
     GroupOfRanks,
     Progress,
     RecordedCall,
@@ -63,19 +65,29 @@ _BARRIER = re.compile(
     r"monitoredBarrier"
 )
 _FINGERPRINT = (
-    r"Rank (?P<rank{0}>\d+) is running (?:inconsistent )?collective: CollectiveFingerPrint\("
+    r"CollectiveFingerPrint\("
     r"(?:SequenceNumber=(?P<number{0}>\d+)(?:, ?)?)?OpType=(?P<operation{0}>[A-Z_]+)"
     r"(?:, *TensorShape=\[(?P<shape{0}>[\d, ]*)\], *TensorDtypes=(?P<dtype{0}>\w+))?"
 )
+_DIFFERENT_CALL = r"Rank (?P<rank{0}>\d+) is running (?:inconsistent )?collective: " + _FINGERPRINT
 _REPORT_OF_MISMATCH = "Detected mismatch between collectives"
 _MISMATCH = re.compile(
     r"(?:\[rank(?P<rank>\d+)\]:.*?)?Detected mismatch between collectives on ranks\. "
-    + _FINGERPRINT.format("1")
+    + _DIFFERENT_CALL.format("1")
     + r"(?:.*?, but "
-    + _FINGERPRINT.format("2")
+    + _DIFFERENT_CALL.format("2")
     + ")?"
 )
 """Report of TORCH_DISTRIBUTED_DEBUG=DETAIL. It has the number since torch 2.0, and the other rank's call since 1.13."""
+_BEGUN = re.compile(_SPEAKER + r".*?Running collective: " + _FINGERPRINT.format(""))
+"""Call that a rank begins: TORCH_DISTRIBUTED_DEBUG=DETAIL with TORCH_CPP_LOG_LEVEL=INFO, since torch 2.0."""
+_SIGNAL = re.compile(
+    r"dump signal due to a collective timeout from\s+rank (?P<rank_of_timeout>\d+)"
+)
+"""Report of a rank that another rank's watchdog asked for its dump, since torch 2.4."""
+_TRACE_HEADING = re.compile(_SPEAKER + r".*?Stack trace of the failed collective: *$")
+_TRACE_FRAME = re.compile(r"^#\d+ (?P<function>\S+) from (?P<file>.+):(?P<line>\d+)$")
+"""Frames of the call that timed out, innermost first, if the flight recorder was on; since torch 2.5."""
 _LISTED = r"\[(?P<ranks>[\d, ]+)\]"
 _DESYNC = re.compile(
     _LISTED + r" (?:joined but didn't finish collective #(?P<started>\d+)"
@@ -93,6 +105,7 @@ _PHRASES = re.compile(
     r"|failed to pass monitoredBarrier|Detected mismatch between|watchdog got stuck|Heartbeat monitor timed out"
     r"|finish(?:ed)? collective #|lagging ranks that caused|^\s*#\d+ (?:started|finished) ranks:"
     r"|^\s*\[[\d, ]+\] (?:started|finished) [A-Z]"
+    r"|Running collective: |Stack trace of the failed collective: *$|^#\d+ \S+ from .+:\d+$"
 )
 _BEGINS_LINE = re.compile(r"\[(?:rank|RANK |E |W |I )|terminate called|\s*what\(\):")
 
@@ -126,13 +139,22 @@ class WatchdogLog:
     """Pairs of calls that torch compared and found to differ."""
     stuck: list[int] = field(default_factory=list)
     """Ranks whose watchdog was blocked before any call timed out, in the order of the log."""
+    blocked_later: list[int] = field(default_factory=list)
+    """Ranks whose watchdog was blocked after a call had timed out, in the order of the log."""
+    begun: dict[int, RecordedCall] = field(default_factory=dict)
+    """The last call that each rank began, of any group. Such lines name no group, and no end of a call."""
+    is_begun_in_one_group: bool = True
+    """False if the ranks began calls of several groups."""
+    reported_elsewhere: list[int] = field(default_factory=list)
+    """Ranks that reported a timeout first, by the lines of other ranks."""
     is_rank_uncertain: bool = False
     """True if a line numbers its rank within a group that the line does not name."""
 
     @property
     def is_empty(self) -> bool:
         """True if the log has no line that was read."""
-        return not (self.timeouts or self.progress or self.absent or self.compared or self.stuck)
+        reports = (self.timeouts, self.progress, self.absent, self.compared, self.stuck, self.begun)
+        return not any(reports)
 
 
 def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> WatchdogLog:
@@ -239,11 +261,20 @@ class _LogReader:
         self._stuck: list[_SpokenLine] = []
         self._snapshot_number: int | None = None
         self._inconsistent: dict[int, RecordedCall] = {}
+        self._begun_calls_by_rank = Counter[int]()
+        self._rank_of_trace: int | None = None
+        self._frames: dict[int, list[Frame]] = {}
 
     def feed(self, line: str) -> None:
         """Read one line and store the report that it contains, if there is one."""
+        if self._feed_trace(line):
+            return
+        if signal := _SIGNAL.search(line):
+            self._log.reported_elsewhere.append(int(signal["rank_of_timeout"]))
         if _REPORT_OF_MISMATCH in line:
             self._feed_mismatch(line)
+        elif match := _BEGUN.search(line):
+            self._feed_begun_call(match)
         elif barrier := _BARRIER.search(line):
             self._feed_barrier(barrier)
         elif match := _TIMEOUT.search(line):
@@ -268,12 +299,57 @@ class _LogReader:
             if timeout.call.number and timeout.progress is None:
                 progress = Progress(timeout.call.number, timeout.call.number - 1)
                 _advance(log, timeout.rank, timeout.call.group, progress)
+        log.timeouts = [self._add_frames(timeout) for timeout in log.timeouts]
         if len(self._inconsistent) > 1:
             log.compared += _pair_different_calls(self._inconsistent)
         self._add_desync(namer)
         self._add_stuck_ranks()
+        has_enough_calls = all(count > 1 for count in self._begun_calls_by_rank.values())
+        log.is_begun_in_one_group &= has_enough_calls
         log.groups = namer.list_groups(log.timeouts)
         return log
+
+    def _feed_trace(self, line: str) -> bool:
+        """Read a line of the stack of a call that timed out; return False if the line is none.
+
+        Only the first stack of a rank is kept, which is that of its oldest unfinished call.
+        """
+        if heading := _TRACE_HEADING.search(line):
+            spoken_lines = self._assign_rank(heading)
+            rank = spoken_lines[0].speaker.rank if spoken_lines else None
+            self._rank_of_trace = None if rank in self._frames else rank
+            return True
+        frame = _TRACE_FRAME.match(line)
+        if frame is None:
+            self._rank_of_trace = None
+            return False
+        if self._rank_of_trace is not None:
+            frames = self._frames.setdefault(self._rank_of_trace, [])
+            frames.append(Frame(frame["function"], frame["file"], int(frame["line"])))
+        return True
+
+    def _add_frames(self, timeout: ReportedTimeout) -> ReportedTimeout:
+        """Return a timeout with the frames of its call, if the log has the stack of the rank's first timeout."""
+        frames = self._frames.pop(timeout.rank, None)
+        if frames is None:
+            return timeout
+        return timeout._replace(call=replace(timeout.call, frames=select_frames(frames)))
+
+    def _feed_begun_call(self, match: re.Match[str]) -> None:
+        """Store the call that a rank begins, as its last one.
+
+        The line names no group. All calls are of one group if the numbers of each rank rise by 1. A single line of
+        a rank does not show this.
+        """
+        number_in_group = int(match["rank_in_unknown_group"] or match["rank_in_group"])
+        rank = int(match["rank"] or number_in_group)
+        self._log.is_rank_uncertain |= match["rank"] is None
+        call = _read_compared_call(match, "")
+        known_call = self._log.begun.get(rank)
+        follows = known_call is None or call.number == known_call.number + 1
+        self._log.is_begun_in_one_group &= follows and rank == number_in_group
+        self._log.begun[rank] = call
+        self._begun_calls_by_rank[rank] += 1
 
     def _feed_barrier(self, barrier: re.Match[str]) -> None:
         """Store the ranks that are absent from a monitored barrier of all ranks.
@@ -293,9 +369,10 @@ class _LogReader:
         if match is None or match["rank"] not in (None, match["rank1"]):
             return
         self._log.is_rank_uncertain |= match["rank"] is None
-        first = _read_compared_call(match, "1")
+        first = (int(match["rank1"]), _read_compared_call(match, "1"))
         if match["rank2"]:
-            self._log.compared.append((first, _read_compared_call(match, "2")))
+            second = (int(match["rank2"]), _read_compared_call(match, "2"))
+            self._log.compared.append((first, second))
         else:
             self._inconsistent.setdefault(*first)
 
@@ -348,9 +425,9 @@ class _LogReader:
                     )
 
     def _add_stuck_ranks(self) -> None:
-        """Add the ranks whose watchdog was blocked before any call timed out.
+        """Add the ranks whose watchdog was blocked, apart by whether a call had timed out before.
 
-        A block after a timeout does not count, because the watchdog then ends the process, which can block it, too.
+        After a timeout the watchdog ends the process, which can block it, too.
         """
         times_of_timeouts = [
             _read_time(line.match.string) for line in self._timeouts + self._counts
@@ -361,8 +438,9 @@ class _LogReader:
                 time_of_block is not None and time is not None and time_of_block < time
                 for time in times_of_timeouts
             )
-            if is_first and line.speaker.rank not in self._log.stuck:
-                self._log.stuck.append(line.speaker.rank)
+            ranks = self._log.stuck if is_first else self._log.blocked_later
+            if line.speaker.rank not in ranks:
+                ranks.append(line.speaker.rank)
 
     def _assign_rank(self, match: re.Match[str]) -> list[_SpokenLine]:
         """Return a list with the line and its rank; empty if the rank is not known.
@@ -428,7 +506,7 @@ class _GroupNamer:
             return self._group_by_call[speaker.rank, number]
         if self._group_of_others is not None and speaker.rank == speaker.rank_in_group:
             return self._group_of_others
-        return f"unknown to rank {speaker.rank}"
+        return f"{UNKNOWN_GROUP} {speaker.rank}"
 
     def describe(self, group: str) -> str:
         """Return torch's description of a group; empty if no line has it."""
@@ -531,14 +609,14 @@ def _read_time(line: str) -> tuple[int, str] | None:
     return (int(match["date"]), match["time"]) if match else None
 
 
-def _read_compared_call(match: re.Match[str], side: str) -> tuple[int, RecordedCall]:
-    """Return the rank and the call on side `1` or `2` of a mismatch that torch reports."""
+def _read_compared_call(match: re.Match[str], side: str) -> RecordedCall:
+    """Return the call on side `1` or `2` of a mismatch that torch reports, or that of a line with one call (``)."""
     shape, dtype, operation = (
         match[f"shape{side}"],
         match[f"dtype{side}"],
         match[f"operation{side}"],
     )
-    call = RecordedCall(
+    return RecordedCall(
         group=COMPARED_GROUP,
         description="",
         operation=_OPERATIONS_ON_ONE_TENSOR.get(operation) or normalise_operation(operation),
@@ -546,7 +624,6 @@ def _read_compared_call(match: re.Match[str], side: str) -> tuple[int, RecordedC
         sizes=(_read_shape(shape),) if shape else (),
         dtypes=(dtype,) if dtype else (),
     )
-    return int(match[f"rank{side}"]), call
 
 
 def _pair_different_calls(calls: dict[int, RecordedCall]) -> list[ComparedCalls]:
@@ -560,6 +637,25 @@ def _pair_different_calls(calls: dict[int, RecordedCall]) -> list[ComparedCalls]
         ((rank, call), (usual_rank, usual_call))
         for rank, call in calls.items()
         if call != usual_call
+    ]
+
+
+def pair_calls_of_one_number(begun: Mapping[int, RecordedCall]) -> list[ComparedCalls]:
+    """Return pairs of ranks whose last calls have the highest number and differ; empty if all calls are equal.
+
+    Before each call torch waits for all ranks of the group, so ranks with the highest number met in one call.
+    """
+    last_number = max((call.number for call in begun.values()), default=0)
+    calls = {rank: call for rank, call in begun.items() if call.number == last_number}
+    if len(set(calls.values())) < 2:
+        return []
+    usual_call, _ = Counter(calls.values()).most_common(1)[0]
+    usual_ranks = [rank for rank, call in calls.items() if call == usual_call]
+    return [
+        ((rank, call), (usual_rank, usual_call))
+        for rank, call in calls.items()
+        if call != usual_call
+        for usual_rank in usual_ranks
     ]
 
 
@@ -622,10 +718,11 @@ def _make_timeout(
     elif fields.get("shape"):
         sizes = (_read_shape(fields["shape"]),)
     group = namer.name_group(speaker, number or None)
+    gathering = _find_operation_of_coalesced(line.match.string)
     call = RecordedCall(
         group=group,
         description=namer.describe(group),
-        operation=normalise_operation(operation) if operation else UNKNOWN_OPERATION,
+        operation=gathering or (normalise_operation(operation) if operation else UNKNOWN_OPERATION),
         number=number,
         sizes=sizes,
         is_reported=True,
@@ -636,16 +733,34 @@ def _make_timeout(
     return ReportedTimeout(line.speaker.rank, call, progress, text[start:].strip())
 
 
+_SIZES = re.compile(
+    r"OpType=_?(?P<operation>ALLGATHER|REDUCE_SCATTER|COALESCED)(?:_BASE)?, *NumelIn=(?P<given>\d+), "
+    r"*NumelOut=(?P<received>\d+)"
+)
+"""Sizes of a call that show how many ranks its group has."""
+
+
 def _find_group_size(line: str) -> int | None:
     """Return the number of ranks of a group, from the sizes of an all-gather or a reduce-scatter; None if unknown."""
-    match = re.search(
-        r"OpType=_?(ALLGATHER|REDUCE_SCATTER)(?:_BASE)?, *NumelIn=(\d+), *NumelOut=(\d+)", line
-    )
+    match = _SIZES.search(line)
     if match is None:
         return None
-    sizes = (int(match[2]), int(match[3]))
-    shard, full = sizes if match[1] == "ALLGATHER" else sizes[::-1]
+    shard, full = sorted((int(match["given"]), int(match["received"])))
+    is_reduced = match["operation"] == "REDUCE_SCATTER"
+    if match["operation"] != "COALESCED" and is_reduced != (int(match["given"]) == full):
+        return None
     return full // shard if shard and full % shard == 0 and full > shard else None
+
+
+def _find_operation_of_coalesced(line: str) -> str:
+    """Return the operation of collectives that were joined in one call, if its sizes show it; else an empty text.
+
+    Only an all-gather receives several times what a rank gives, and only a reduce-scatter a fraction of it.
+    """
+    match = _SIZES.search(line)
+    if match is None or match["operation"] != "COALESCED" or _find_group_size(line) is None:
+        return ""
+    return "all_gather" if int(match["received"]) > int(match["given"]) else "reduce_scatter"
 
 
 def _read_progress(match: re.Match[str]) -> Progress:

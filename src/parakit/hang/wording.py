@@ -74,7 +74,11 @@ def _describe_state(evidence: HangEvidence, rank_evidence: RankEvidence) -> str:
     """
     if rank_evidence.pending:
         call = rank_evidence.pending[0]
-        return f"is in {call} of the {evidence.groups[call.group].label}"
+        group = evidence.groups[call.group]
+        article = "a" if group.is_unknown else "the"
+        location = str(locate_frames(call.frames)) if call.frames else ""
+        called_in = f", called in {location}" if location else ""
+        return f"is in {call} of {article} {group.label}{called_in}"
     if rank_evidence.stack:
         step = locate_frames(rank_evidence.stack)
         functions = [
@@ -83,7 +87,19 @@ def _describe_state(evidence: HangEvidence, rank_evidence: RankEvidence) -> str:
         if is_in_collective(rank_evidence.stack) and functions:
             return f"is in {functions[0]}, called in {step}"
         return f"is in {step}"
+    for name, progress in rank_evidence.progress.items():
+        if progress.entered > progress.completed:
+            label = evidence.groups[name].label if name in evidence.groups else f"group {name}"
+            return f"is in collective no. {progress.completed + 1} of the {label}"
+    begun_call = evidence.begun.get(rank_evidence.rank)
+    if begun_call is not None and not rank_evidence.is_known:
+        return describe_begun_call(begun_call)
     return "is in no unfinished call" if rank_evidence.is_known else LEFT_NOTHING
+
+
+def describe_begun_call(call: RecordedCall) -> str:
+    """Return the predicate on the last call that a rank began: `began all_reduce of [4] Float no. 7 last`."""
+    return f"began {describe_call(call)} no. {call.number} last"
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
