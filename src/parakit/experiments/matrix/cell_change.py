@@ -38,8 +38,8 @@ ITERATIONS = 3
 """Iterations of a run. The recorder needs three, because it counts the calls of iterations after the first."""
 SHOWN_CALLS = 3
 """Most kinds of calls that a sentence names."""
-SMALLEST_MEMORY_CHANGE = 1e-3
-"""Fraction of a peak below which its change is not reported: a scalar more or less is no change of memory."""
+SMALLEST_MEMORY_CHANGE = 0.01
+"""Fraction of a peak below which its change is not reported: a few temporary scalars are no change of memory."""
 _PATHS_AND_NUMBERS = re.compile(r"\S*/\S*|\d+")
 """Parts of an error message that differ between two runs that fail for the same reason."""
 _LOG_PATH = re.compile(r" The log is \S+$")
