@@ -283,6 +283,7 @@ def test_a_checkout_of_the_host_is_refused_in_a_container(
     ("message", "is_gone"),
     [
         ("No such container: 1a", True),
+        ('no container with name or ID "1a" found: no such container', True),
         ("removal of container 1a is already in progress", True),
         ("Cannot connect to the Docker daemon", False),
     ],

@@ -301,6 +301,8 @@ def read_container_id(file: Path) -> str | None:
 def query_container_end(container: str, since: float, program: str = "docker") -> ContainerEnd:
     """Ask the engine how a container ended. For a removed container, the engine's events are read.
 
+    Podman keeps no events if its configuration says so. A container that was killed is then reported without signals.
+
     Args:
         container: The container's id.
         since: A time before the container began, in seconds of the epoch.
@@ -313,7 +315,8 @@ def query_container_end(container: str, since: float, program: str = "docker") -
     selection = ["--filter", f"container={container}", "--format", "{{json .}}"]
     output = run_program([program, "events", *interval, *selection])
     if not output.succeeded:
-        return ContainerEnd(container, program, engine_answers=False)
+        # Podman has no daemon that could be lost.
+        return ContainerEnd(container, program, engine_answers=program == "podman")
     events = [json.loads(line) for line in output.out.splitlines()]
     if program == "podman":
         return _end_from_podman_events(container, events)
@@ -349,10 +352,11 @@ def remove_container(file: Path, program: str = "docker") -> bool:
     container = read_container_id(file)
     if container is not None:
         output = run_program([program, "rm", "--force", container])
-        # A client before 20.10 reports a missing container as an error. Because of --rm the engine may be
-        # removing the container at this moment.
-        harmless = ("No such container", "is already in progress")
-        if not output.succeeded and not any(text in output.problem for text in harmless):
+        # Docker's client before 20.10 and Podman before 4 report a missing container as an error. Because of --rm
+        # the engine may be removing the container at this moment.
+        harmless = ("no such container", "is already in progress")
+        problem = output.problem.lower()
+        if not output.succeeded and not any(text in problem for text in harmless):
             return False
     file.unlink(missing_ok=True)
     return True

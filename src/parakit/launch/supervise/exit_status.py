@@ -225,7 +225,8 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
         cause = signal.Signals(end.signals[-1]).name
         was_stopped = signal.SIGKILL not in end.signals or signal.SIGTERM in end.signals
         status = Status.INTERRUPTED if was_stopped else status
-        reason = f"The container was ended by {cause} through {engine}'s engine{after}."
+        intermediary = engine if end.program == "podman" else f"{engine}'s engine"
+        reason = f"The container was ended by {cause} through {intermediary}{after}."
     else:
         return
     raise EndedRunError(reason, status)

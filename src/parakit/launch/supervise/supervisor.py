@@ -6,6 +6,9 @@ The launcher holds the other end of this process's standard input, so the launch
 reason, is an end of file here. Orphans of torchrun become children of this process (a child subreaper), so
 none is lost. The kernel signals torchrun when this process dies. If the launcher is gone, this process writes
 the run's final status.
+
+COMMAND may start a container. If its client ends first, the container is left as it is: the launcher asks the
+engine how the container ended, and ends it.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import psutil
 from parakit.launch.supervise.interruption import end_processes
 
 POLL_SECONDS = 0.2
+_PODMAN = "podman"
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -34,7 +38,7 @@ def main(folder: Path, command: Sequence[str]) -> int:
     """Run the command until it or the launcher ends, and end all its processes; return the exit code.
 
     The code is 128 + n if signal n ended the command. If the launcher has ended first, the run's final status
-    is written to `folder`.
+    is written to `folder`. A container is ended only in that case.
     """
     # torchrun would inherit SIG_IGN, but not these handlers. This process ends when its child has ended.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -50,7 +54,11 @@ def main(folder: Path, command: Sequence[str]) -> int:
     while launcher_lives and child.poll() is None:
         readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)
         launcher_lives = not readable or bool(os.read(sys.stdin.fileno(), 1))
-    end_processes(lambda: psutil.Process().children(recursive=True))
+        _reap_orphans(child.pid)
+    # Podman has no daemon: a container's monitor and ranks become children of this process when their client is
+    # killed. If they were ended here, Podman would report a container that was killed, and the cause would be lost.
+    if not launcher_lives or command[0] != _PODMAN:
+        end_processes(lambda: psutil.Process().children(recursive=True))
     code = child.wait()
     if not launcher_lives:
         from parakit.cluster import CONTAINER_FILE, remove_container
@@ -62,6 +70,18 @@ def main(folder: Path, command: Sequence[str]) -> int:
         remove_container(folder / CONTAINER_FILE, command[0])
         write_final_status(folder, make_killed_launcher_status(folder), time.monotonic() - started)
     return 128 - code if code < 0 else code
+
+
+def _reap_orphans(child: int) -> None:
+    """Reap the processes that have ended among those that this process has adopted; `child` is left to `Popen`.
+
+    Podman's client waits as long as its container's monitor is a process, and a zombie is one.
+    """
+    while True:
+        ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None or ended.si_pid == child:
+            return
+        os.waitpid(ended.si_pid, 0)
 
 
 def _prepare_child() -> None:
