@@ -331,15 +331,15 @@ def scored(folder: Path, row: dict[str, Any]) -> dict[str, Any]:
 def module_is_right(row: dict[str, Any]) -> bool | None:
     """Return whether the named module is that of a fault, or holds it.
 
-    None, which is not counted, if no fault met a known module: an answer without a module would
-    be right by default there.
+    None, which is not counted, if no fault met a known module, or if no module is named and one of several faults
+    met no known module: an answer without a module would be right by default there.
     """
     named = row["said"].get("module") or ""
     # Of two calls in the other order, each is out of place.
     truth = {
         truth_of(part) for fault in row["fired"] for part in (fault, fault.get("held") or fault)
-    } - {""}
-    if not truth:
+    }
+    if truth == {""} or (not named and "" in truth):
         return None
     return named in truth or any(named and module.startswith(f"{named}.") for module in truth)
 

@@ -28,7 +28,13 @@ def test_an_answer_without_a_module_is_wrong_where_the_fault_met_one(
     named: str | None, is_right: bool
 ) -> None:
     assert module_is_right(scored_case(named, MLP)) is is_right
-    assert module_is_right(scored_case(named, UNKNOWN, MLP)) is is_right
+
+
+def test_an_answer_for_two_places_is_counted_only_if_it_can_be_scored() -> None:
+    """The module of a call in the other order may be unknown, and the answer may be that call's place."""
+    assert module_is_right(scored_case("mlp", UNKNOWN, MLP)) is True
+    assert module_is_right(scored_case("optimizer", UNKNOWN, MLP)) is False
+    assert module_is_right(scored_case(None, UNKNOWN, MLP)) is None
 
 
 def test_a_module_that_holds_the_one_of_the_fault_is_right() -> None:
