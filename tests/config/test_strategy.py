@@ -77,7 +77,9 @@ def test_a_strategy_is_parsed_into_degrees(text: str, devices: int, expected: Pa
         ("tp2ep4dp2-etp1", 8, "needs 16 devices, not 8; use that number"),
         ("gpipe2dp2", 4, "Unknown strategy 'gpipe2dp2'"),
         ("gpipe2bw", 2, "Unknown strategy 'gpipe2bw'"),
-        ("1f1b1", 1, "has 1 stage"),
+        ("1f1b1", 1, "has 1 stage; use 2 or more, or baseline"),
+        ("interleaved1x2", 1, "has 1 stage; use 2 or more, or baseline"),
+        ("interleaved2x1", 2, "has 1 virtual stage per rank; use 2 or more, or 1f1b2"),
     ],
 )
 def test_strategy_outside_the_grammar_is_refused(text: str, devices: int, message: str) -> None:

@@ -6,7 +6,7 @@ A checkpoint is compared with the model that its own arguments define. Each faul
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from parakit.artifacts.torch_dist import (
     OUTPUT,
     DamagedCheckpointError,
     Shape,
+    StoredTensor,
     read_box,
     read_finished_iteration,
     read_metadata,
@@ -247,8 +248,7 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
     for name, weight in tensors.items():
         if "optimizer" in name or weight.dtype not in FLOATING_TYPES:
             continue
-        main_names = [f"optimizer.state.{kind}.{name}" for kind in ("param", "fp32_param")]
-        main = next((tensors[key] for key in main_names if key in tensors), None)
+        main = _find_main_weight(name, tensors)
         for begin, size in weight.sizes.items():
             values = read_box(folder, weight, begin, size)
             if flaw := describe_wrong_values(name, values, begin, is_centered):
@@ -260,6 +260,15 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
                 )
                 break  # The other pieces of the weight would give the same sentence.
     yield from _find_unequal_copies(contents)
+
+
+def _find_main_weight(name: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor | None:
+    """Return the optimizer's fp32 copy of the weight `name`; None if the checkpoint has none."""
+    for kind in ("param", "fp32_param"):
+        main = tensors.get(f"optimizer.state.{kind}.{name}")
+        if main is not None:
+            return main
+    return None
 
 
 def _find_wrong_hugging_face_values(contents: Contents) -> Iterator[str]:

@@ -560,9 +560,11 @@ def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Paralleli
 
 
 def _parse_scheduled_pipeline(text: str) -> Parallelism | None:
-    """Return the parallelism that a name such as `gpipe2` means.
+    """Return the parallelism that a name such as `gpipe2` or `interleaved4x3` means.
 
-    The result is None if the name is not a schedule followed by a number of stages.
+    The numbers are the pipeline stages, and after the `x` the virtual stages per rank. The result is None if the name
+    is not a schedule followed by a number of stages. It is also None if a schedule has a suffix that only another
+    schedule can have.
 
     Raises:
         StrategyError: The name has fewer than 2 stages or virtual stages.
@@ -570,20 +572,29 @@ def _parse_scheduled_pipeline(text: str) -> Parallelism | None:
     match = _SCHEDULED.fullmatch(text)
     if match is None:
         return None
-    name, stages, buffered, virtual = match.groups()
-    is_interleaved = name == PipelineSchedule.INTERLEAVED
-    if (buffered and name != PipelineSchedule.PIPEDREAM) or (virtual and not is_interleaved):
+    name, stages, double_buffered, virtual_stages = match.groups()
+    if double_buffered and name != PipelineSchedule.PIPEDREAM:
         return None
-    if int(stages) < 2 or virtual in ("0", "1"):
+    is_interleaved = name == PipelineSchedule.INTERLEAVED
+    if virtual_stages and not is_interleaved:
+        return None
+    if int(stages) < 2:
         raise StrategyError(
-            f"Strategy '{text}' has {virtual or stages} stages; use 2 or more, or baseline."
+            f"Strategy '{text}' has {_count_stages(stages, 'stage')}; use 2 or more, or baseline."
         )
-    schedule = PipelineSchedule.PIPEDREAM_2BW if buffered else PipelineSchedule(name)
-    return Parallelism(
-        pipeline=int(stages),
-        virtual_stages=int(virtual or 2) if is_interleaved else 1,
-        schedule=schedule,
-    )
+    if virtual_stages and int(virtual_stages) < 2:
+        raise StrategyError(
+            f"Strategy '{text}' has {_count_stages(virtual_stages, 'virtual stage')} per rank; use 2 or more, "
+            f"or 1f1b{stages}."
+        )
+    schedule = PipelineSchedule.PIPEDREAM_2BW if double_buffered else PipelineSchedule(name)
+    num_virtual_stages = int(virtual_stages or 2) if is_interleaved else 1
+    return Parallelism(pipeline=int(stages), virtual_stages=num_virtual_stages, schedule=schedule)
+
+
+def _count_stages(digits: str, noun: str) -> str:
+    """Return a number with its noun, such as `1 stage` or `0 stages`."""
+    return f"{digits} {noun}" if int(digits) == 1 else f"{digits} {noun}s"
 
 
 def _parse_degrees(product: str, text: str) -> dict[str, int]:

@@ -117,23 +117,20 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
 
 
 def _parse_named_strategy(options: PlanOptions) -> Parallelism:
-    """Return the parallelism that STRATEGY= names. Its number of devices must be the number that the options state.
+    """Return the parallelism that STRATEGY= names. It must fit the number of devices, if the options state one.
 
     Raises:
-        RequestError: The strategy is not in the grammar, does not multiply to the number of devices, or splits experts
-            over another number of ranks than Megatron's flag states.
+        RequestError: The strategy is not in the grammar, or needs another number of devices than the options state.
+            The error is also raised if it splits experts over another number of ranks than Megatron's flag.
     """
     assert options.strategy is not None
-    domain = device_by_key(options.gpu).domain
-    named_devices = options.gpus or (
-        options.nodes and options.nodes * (options.gpus_per_node or domain)
-    )
+    stated_devices = _count_stated_devices(options)
     expert_tensor = parse_stated_expert_tensor(options)
     try:
-        devices = count_devices(options.strategy, named_devices or 1, expert_tensor)
-        if named_devices and devices != named_devices:
+        devices = count_devices(options.strategy, stated_devices or 1, expert_tensor)
+        if stated_devices and devices != stated_devices:
             raise RequestError(
-                f"The strategy {options.strategy} multiplies to {devices:,} devices, not {named_devices:,}; "
+                f"The strategy {options.strategy} multiplies to {devices:,} devices, not {stated_devices:,}; "
                 "leave GPUS= out, or give it another DP."
             )
         parallelism = parse_strategy(options.strategy, devices, expert_tensor)
@@ -145,6 +142,19 @@ def _parse_named_strategy(options: PlanOptions) -> Parallelism:
             f"and {EXPERT_TENSOR} over {expert_tensor}; leave one of them out."
         )
     return parallelism
+
+
+def _count_stated_devices(options: PlanOptions) -> int | None:
+    """Return the number of devices that GPUS= or NODES= states; None if neither is given.
+
+    A node has an NVLink domain's devices, unless `--gpus-per-node` says otherwise.
+    """
+    domain = device_by_key(options.gpu).domain
+    if options.gpus:
+        return options.gpus
+    if options.nodes:
+        return options.nodes * (options.gpus_per_node or domain)
+    return None
 
 
 def _build_spec(options: PlanOptions, request: Request, parallelism: Parallelism) -> RunSpec:

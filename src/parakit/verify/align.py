@@ -14,6 +14,7 @@ Parameters are not aligned here: their `Placement` tells their part.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -153,23 +154,18 @@ class ActivationAligner:
 
     def _cut_part(self, full: Array, record: TensorRecord, rank: CapturedRank) -> Array | None:
         """Cut a rank's part out of a full tensor. Return None if no known split gives the record's shape."""
-        part = _cut_part(
-            full,
-            record.shape,
+        cut = partial(
+            _cut_to_shape,
+            shape=record.shape,
             rank=rank,
             reference=self._reference.first,
             tensor_key=record.tensor_key,
         )
+        part = cut(full)
         if part is None and full.ndim > 2:
             # The embedding's output has the batch first, but with sequence parallelism Megatron
             # transposes it to sequence first before it scatters it.
-            return _cut_part(
-                full.swapaxes(0, 1),
-                record.shape,
-                rank=rank,
-                reference=self._reference.first,
-                tensor_key=record.tensor_key,
-            )
+            return cut(full.swapaxes(0, 1))
         return part
 
     def _read_full_tensor(
@@ -231,36 +227,42 @@ class ActivationAligner:
         This is for runs whose micro batches differ in size. Losses of single micro batches cannot be compared
         then, but their totals can. A tensor that is not a loss gives an obstacle.
         """
-        tensor_key, rank = record.tensor_key, rank_capture.rank
+        tensor_key = record.tensor_key
         if tensor_key.stage is not CaptureStage.LOSS or is_recomputed(tensor_key):
             obstacle = "it belongs to a full micro batch, and the micro batches of the two runs differ in size"
             return Alignment(None, None, obstacle)
-        stripped = _strip_micro_batch(tensor_key)
+        loss_key = _strip_micro_batch(tensor_key)
         reference_values = [
             holder.values(reference_record)
             for (holder_tensor_key, _), (holder, reference_record) in self._holders.items()
-            if holder_tensor_key == stripped
+            if holder_tensor_key == loss_key
         ]
         if not reference_values:
             return _NO_SUCH_TENSOR
-        our_values = []
-        for other_capture in self._strategy.ranks:
-            other = other_capture.rank
-            is_data_parallel_copy = (other.tensor, other.pipeline, other.context) == (
-                rank.tensor,
-                rank.pipeline,
-                rank.context,
+        our_values = self._read_losses_of_copies(rank_capture.rank, loss_key)
+        return Alignment(np.sum(our_values, axis=0), np.sum(reference_values, axis=0))
+
+    def _read_losses_of_copies(self, rank: CapturedRank, loss_key: TensorKey) -> list[Array]:
+        """Return a loss of all micro batches, on all data-parallel copies of a rank.
+
+        `loss_key` has no number of a micro batch. Each loss is summed over the context-parallel ranks.
+        """
+        losses = []
+        for copy_capture in self._strategy.ranks:
+            copy = copy_capture.rank
+            is_data_parallel_copy = (
+                copy.tensor == rank.tensor
+                and copy.pipeline == rank.pipeline
+                and copy.context == rank.context
             )
             if not is_data_parallel_copy:
                 continue
-            for other_record in other_capture.records:
-                other_tensor_key = other_record.tensor_key
-                if _strip_micro_batch(other_tensor_key) == stripped and not is_recomputed(
-                    other_tensor_key
-                ):
-                    values = other_capture.values(other_record)
-                    our_values.append(self._sum_over_context(other, other_tensor_key, values))
-        return Alignment(np.sum(our_values, axis=0), np.sum(reference_values, axis=0))
+            for record in copy_capture.records:
+                tensor_key = record.tensor_key
+                if _strip_micro_batch(tensor_key) == loss_key and not is_recomputed(tensor_key):
+                    values = copy_capture.values(record)
+                    losses.append(self._sum_over_context(copy, tensor_key, values))
+        return losses
 
     def _sum_over_context(self, rank: CapturedRank, tensor_key: TensorKey, values: Array) -> Array:
         """Return a loss or a number of tokens, summed over a rank's context-parallel group."""
@@ -448,7 +450,7 @@ def _select_samples(
     return samples.reshape(-1, *samples.shape[2:]) if is_merged else samples
 
 
-def _cut_part(
+def _cut_to_shape(
     full: Array,
     shape: tuple[int, ...],
     *,
@@ -458,47 +460,63 @@ def _cut_part(
 ) -> Array | None:
     """Cut out of `full` the part that a rank holds as a tensor of shape `shape`.
 
-    Each dimension whose size differs is cut. The sequence is cut by context and sequence parallelism, and any
-    other dimension by tensor parallelism. None means that no known split gives a part of this shape.
+    Each dimension that has another size in `shape` is cut. The sequence is cut by context and sequence parallelism,
+    and any other dimension by tensor parallelism. None means that no known split gives a part of this shape.
     """
     if full.ndim != len(shape):
         return None
+    cut_dimensions = partial(_cut_dimensions, rank=rank, reference=reference, tensor_key=tensor_key)
     # With MTP the model's sequence and those of the MTP layers are concatenated, each split by itself.
     num_sequences = _count_sequences(full, reference)
-    if num_sequences > 1 and full.shape != shape and shape[0] % num_sequences == 0:
-        shape_of_one = (shape[0] // num_sequences, *shape[1:])
-        parts = []
-        for sequence in np.split(full, num_sequences):
-            part = _cut_part(
-                sequence, shape_of_one, rank=rank, reference=reference, tensor_key=tensor_key
-            )
-            if part is None:
-                return None
-            parts.append(part)
-        return np.concatenate(parts)
+    if num_sequences == 1 or full.shape == shape or shape[0] % num_sequences != 0:
+        return cut_dimensions(full, shape)
+    shape_of_one = (shape[0] // num_sequences, *shape[1:])
+    parts = []
+    for sequence in np.split(full, num_sequences):
+        part = cut_dimensions(sequence, shape_of_one)
+        if part is None:
+            return None
+        parts.append(part)
+    return np.concatenate(parts)
+
+
+def _cut_dimensions(
+    full: Array,
+    shape: tuple[int, ...],
+    *,
+    rank: CapturedRank,
+    reference: CapturedRank,
+    tensor_key: TensorKey,
+) -> Array | None:
+    """Cut every dimension of `full` to its size in `shape`, as `_cut_to_shape` says; None if one cannot be cut.
+
+    `full` has as many dimensions as `shape`, and at most one sequence.
+    """
     length = reference.sequence_length
     # Rows of an expert are tokens in the order of routing, so none of its dimensions is the sequence.
     is_sequence_passed = is_in_expert(tensor_key.name)
-    part_so_far = full
+    part = full
     for axis, (full_size, size) in enumerate(zip(full.shape, shape, strict=True)):
         if full_size == size:
             is_sequence_passed |= full_size == length
             continue
-        is_merged = axis == 0 and full_size == length * rank.micro_batch_size
-        is_sequence = not is_sequence_passed and (full_size == length or is_merged)
+        # The first dimension may count the tokens of all samples.
+        is_all_tokens = axis == 0 and full_size == length * rank.micro_batch_size
+        is_sequence = not is_sequence_passed and (full_size == length or is_all_tokens)
         is_divisible = size > 0 and full_size > 0 and full_size % size == 0
+        cut: Array | None
         if is_sequence and is_divisible:
             is_sequence_passed = True
             ratio = full_size // size
-            cut = _cut_sequence(part_so_far, axis, ratio=ratio, rank=rank, reference=reference)
+            cut = _cut_sequence(part, axis, ratio=ratio, rank=rank, reference=reference)
         else:
             cut = _cut_dimension_by_tensor_parallel(
-                part_so_far, axis, size=size, rank=rank, tensor_key=tensor_key
+                part, axis, size=size, rank=rank, tensor_key=tensor_key
             )
         if cut is None:
             return None
-        part_so_far = cut
-    return part_so_far if part_so_far.shape == shape else None
+        part = cut
+    return part if part.shape == shape else None
 
 
 def _count_sequences(full: Array, reference: CapturedRank) -> int:

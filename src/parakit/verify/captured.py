@@ -232,22 +232,28 @@ def assemble_parameter(parts: list[ParameterPart], capture: Capture) -> Array:
     Local gradients are gradients before their reduction over the ranks. For these, the result is the gradient
     that the reduction should give.
     """
-    first, shape = parts[0], parts[0].full_shape
-    is_local_gradient = first.record.tensor_key.stage is CaptureStage.LOCAL_GRADIENTS
-    if len(parts) == 1 and first.record.shape == shape and not is_local_gradient:
+    first = parts[0]
+    if first.record.tensor_key.stage is CaptureStage.LOCAL_GRADIENTS:
+        return _reduce_local_gradients(parts, capture)
+    if len(parts) == 1 and first.record.shape == first.full_shape:
         return first.values()
-    full = np.zeros(shape, np.float32)
-    if is_local_gradient:
-        for means_by_part in average_local_gradients(parts, capture):
-            region = means_by_part[0][0].region()
-            means = [mean for _, mean in means_by_part]
-            are_equal = all(np.array_equal(mean, means[0]) for mean in means)
-            full[region] = means[0] if are_equal else np.sum(means, axis=0)
-        return full
+    full = np.zeros(first.full_shape, np.float32)
     for part in parts:
-        values, region = part.values(), part.region()
+        values = part.values()
         is_owned = part.owned_elements(values)
-        full[region][is_owned] = values[is_owned]
+        full[part.region()][is_owned] = values[is_owned]
+    return full
+
+
+def _reduce_local_gradients(parts: list[ParameterPart], capture: Capture) -> Array:
+    """Return the full gradient that the reduction of the ranks' local gradients should give."""
+    full = np.zeros(parts[0].full_shape, np.float32)
+    for means_by_part in average_local_gradients(parts, capture):
+        first_part, first_mean = means_by_part[0]
+        means = [mean for _, mean in means_by_part]
+        # Equal means are copies of the full gradient. Unequal ones are terms of it.
+        are_copies = all(np.array_equal(mean, first_mean) for mean in means)
+        full[first_part.region()] = first_mean if are_copies else np.sum(means, axis=0)
     return full
 
 
@@ -259,11 +265,13 @@ def assemble_region(
 ) -> Array | None:
     """Join all ranks' parts of a tensor, and cut the region `region` out of the full tensor.
 
-    The full tensor itself is taken if it has another number of dimensions than `shape`. None means that the
-    result does not have the shape `shape`.
+    None means that the full tensor has another number of dimensions than `shape`, or that the region has another
+    shape.
     """
     full = assemble_parameter(parts, capture)
-    values = full[region] if full.ndim == len(shape) else full
+    if full.ndim != len(shape):
+        return None
+    values = full[region]
     return values if values.shape == shape else None
 
 
@@ -402,27 +410,30 @@ def _add_positions(
     *,
     is_later_rank: bool,
 ) -> None:
-    """Add the positions of a rank's keys of one stage to `positions`; a key that has a position keeps it.
+    """Add the positions of a rank's keys of one stage to `positions`. A key that has a position keeps it.
+
+    The keys of the first rank of a pipeline stage get the positions 0, 1, 2 and so on. A key that only a later rank
+    has is placed just before that rank's next known key. If no known key follows, it is placed just after the key
+    before it.
 
     Args:
         positions: Positions of the earlier ranks' keys. The new positions are added to it in place.
         tensor_keys: The rank's keys of the stage, in the order of its computation.
         chunks: The chunk of each key.
-        is_later_rank: True if an earlier rank of the same pipeline stage gave the order. Keys that only this rank
-            has are placed just before or after keys of that order.
+        is_later_rank: True if an earlier rank of the same pipeline stage gave the order.
     """
     stages = list(CaptureStage)
-    positions_before: dict[TensorKey, float] = {}
     step = 1.0
+    positions_before: dict[TensorKey, float] = {}
     if is_later_rank:
-        positions_before = _positions_before_known_tensor_keys(tensor_keys, positions)
         step = _SMALL_STEP
-    last_position = -1.0
+        positions_before = _positions_before_known_tensor_keys(tensor_keys, positions)
+    previous_position = -1.0
     for key, chunk in zip(tensor_keys, chunks, strict=True):
-        within_chunk = positions_before.get(key, last_position + step)
         if key not in positions:
+            within_chunk = positions_before.get(key, previous_position + step)
             positions[key] = _OrderPosition(stages.index(key.stage), chunk, within_chunk)
-        last_position = positions[key].within_chunk
+        previous_position = positions[key].within_chunk
 
 
 def _first_layers_of_chunks(tensor_keys: Mapping[TensorKey, None]) -> dict[int | None, int]:

@@ -543,28 +543,33 @@ class _Comparer:
             actual: Parts of all tensors of the stage in the strategy's capture.
             expected: Parts of all tensors of the stage in the reference's capture.
         """
-        parts, slot, name = actual[key], key[2], expected[key][0].name
-        full = assemble_parameter(expected[key], self._reference)
+        parts, reference_parts = actual[key], expected[key]
+        first_reference_part = reference_parts[0]
+        parameter_name, layer, slot = key
+        full = assemble_parameter(reference_parts, self._reference)
         if self._is_overflow(stage, full, *(part.values() for part in parts)):
-            self._skip(_OVERFLOW, name, num_tensors=len(parts))
+            self._skip(_OVERFLOW, first_reference_part.name, num_tensors=len(parts))
             return
-        comparison = self._get_comparison((stage, name, slot), expected[key][0].record)
+        comparison_key = (stage, first_reference_part.name, slot)
+        comparison = self._get_comparison(comparison_key, first_reference_part.record)
         if stage is CaptureStage.LOCAL_GRADIENTS:
             self._compare_local_gradients(comparison, parts, full)
-        elif slot.endswith(UPDATE_SUFFIX):
+            return
+        if slot.endswith(UPDATE_SUFFIX):
             self._compare_update(comparison, key, parts=parts, expected=expected)
-        elif slot == START_WEIGHT:
+            return
+        if slot == START_WEIGHT:
             self._compare_start(comparison, key, parts=parts, expected=expected)
-        else:
-            update_key = (*key[:2], UPDATE_SUFFIX)
-            has_second_moment = (*key[:2], _SECOND_MOMENT) in self._second_moments
-            if slot == _WEIGHT and update_key in actual and has_second_moment:
-                # Adam moves an element whose gradient is nearly all rounding as far as any other, so
-                # the update is compared by itself and its difference is no error of the weight.
-                our_update = assemble_parameter(actual[update_key], self._strategy)
-                update = assemble_parameter(expected[update_key], self._reference)
-                full = full + (our_update - update)
-            _compare_parts(comparison, parts, full)
+            return
+        update_key = (parameter_name, layer, UPDATE_SUFFIX)
+        has_second_moment = (parameter_name, layer, _SECOND_MOMENT) in self._second_moments
+        if slot == _WEIGHT and update_key in actual and has_second_moment:
+            # Adam moves an element whose gradient is nearly all rounding as far as any other, so
+            # the update is compared by itself and its difference is no error of the weight.
+            our_update = assemble_parameter(actual[update_key], self._strategy)
+            reference_update = assemble_parameter(expected[update_key], self._reference)
+            full = full + (our_update - reference_update)
+        _compare_parts(comparison, parts, full)
 
     def _compare_local_gradients(
         self, comparison: TensorComparison, parts: list[ParameterPart], full: Array
@@ -589,29 +594,33 @@ class _Comparer:
         A missing tensor is an error if the strategy holds the parameter and captured the same slot (such as
         `gradient`) for other parameters. Any other missing tensor is listed as not compared.
         """
-        known_parameters = {
-            key[:2] for key in group_parameter_parts(self._strategy, CaptureStage.WEIGHTS)
-        }
         for stage in PARAMETERS:
-            actual = group_parameter_parts(self._strategy, stage)
-            known_slots = {key[2] for key in actual}
-            for key, parts in group_parameter_parts(self._reference, stage).items():
-                slot = key[2]
-                if key in actual or slot == UPDATE_MAGNITUDE:
-                    continue
-                self._num_seen += 1
-                record, name = parts[0].record, parts[0].name
-                if key[:2] not in known_parameters or slot not in known_slots:
-                    self._skip(_HELD_BY_NONE, f"{name} ({stage} {slot})")
-                    continue
-                comparison = self._get_comparison((stage, name, slot), record)
-                comparison.error = 1.0
-                comparison.uncovered += int(np.prod(parts[0].full_shape))
+            self._list_missing_parameters(stage)
         tensor_keys_of_strategy = list_activation_tensor_keys(self._strategy)
         for tensor_key in list_activation_tensor_keys(self._reference):
             if tensor_key not in tensor_keys_of_strategy:
                 self._num_seen += 1
                 self._skip(_HELD_BY_NONE, f"{tensor_key.name} {tensor_key.slot}")
+
+    def _list_missing_parameters(self, stage: CaptureStage) -> None:
+        """Add the tensors of a parameter's shape that only the reference has in a stage."""
+        weights = group_parameter_parts(self._strategy, CaptureStage.WEIGHTS)
+        held_parameters = {(name, layer) for name, layer, _ in weights}
+        actual = group_parameter_parts(self._strategy, stage)
+        captured_slots = {slot for _, _, slot in actual}
+        for key, parts in group_parameter_parts(self._reference, stage).items():
+            parameter_name, layer, slot = key
+            if key in actual or slot == UPDATE_MAGNITUDE:
+                continue
+            self._num_seen += 1
+            first = parts[0]
+            is_held = (parameter_name, layer) in held_parameters
+            if not is_held or slot not in captured_slots:
+                self._skip(_HELD_BY_NONE, f"{first.name} ({stage} {slot})")
+                continue
+            comparison = self._get_comparison((stage, first.name, slot), first.record)
+            comparison.error = 1.0
+            comparison.uncovered += int(np.prod(first.full_shape))
 
     @cached_property
     def _second_moments(self) -> dict[ParameterKey, list[ParameterPart]]:

@@ -234,6 +234,17 @@ def classify_by_parts(
         error_of_part = np.linalg.norm(parts[name]) * abs(factor - expected_factor)
         if error_of_part > _UNEXPLAINED_FRACTION * error_norm:
             wrong_factors[name] = float(factor)
+    return _make_kind_of_factors(wrong_factors, rank, extra)
+
+
+def _make_kind_of_factors(
+    wrong_factors: Mapping[str, float], rank: CapturedRank, extra: str
+) -> ErrorKind | None:
+    """Return the kind that names the wrong factors of parts; None if there are none.
+
+    A factor near 0 means that the part is missing. If the name of the kind has a single item, the last factor is
+    the factor of the kind.
+    """
     if not wrong_factors:
         return None
     descriptions: list[str] = []
@@ -245,10 +256,8 @@ def classify_by_parts(
             descriptions.append(_describe_wrong_factor(name, factor, rank, is_extra=name == extra))
     if missing_parts:
         descriptions.append(f"without {', '.join(missing_parts)}")
-    only_factor = None
-    if len(descriptions) == 1:
-        only_factor = list(wrong_factors.values())[-1]
-    return ErrorKind(", ".join(descriptions), only_factor)
+    last_factor = list(wrong_factors.values())[-1]
+    return ErrorKind(", ".join(descriptions), last_factor if len(descriptions) == 1 else None)
 
 
 def _describe_wrong_factor(name: str, factor: float, rank: CapturedRank, *, is_extra: bool) -> str:

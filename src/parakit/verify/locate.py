@@ -43,6 +43,8 @@ _LAYER_SUFFIX = re.compile(r"\.layers\.\d+$")
 _NUMBER = re.compile(r"\.\d+\b")
 _TIED_PREFIXES = ("embedding.", "output_layer.")
 """Parameters that may be used twice. An error of one use is then in the gradient of both."""
+_SELF_CONTAINED_CHECKS = (COUNTED_ONCE, INITIAL, MASTER_CAST, *RATE_SLOTS)
+"""Slots of checks that use no other tensor of the strategy, so an error does not follow from another one."""
 
 
 def locate_error(
@@ -83,25 +85,28 @@ def locate_error(
 def _describe_worst_element(tensor: ComparedTensor) -> str | None:
     """Return index and values of the element with the largest error; None for empty tensors.
 
-    The index counts in the full parameter if the region of the rank's part is known, and otherwise in the
-    rank's tensor.
+    If the region of the rank's part is known, the index counts in the full parameter. Otherwise it counts in the
+    rank's tensor, and the rank is named. Tensors of two shapes also give None.
     """
     ours, reference = tensor.ours, tensor.reference
     if ours.shape != reference.shape or not ours.size:
         return None
     errors = np.abs(np.subtract(ours, reference, dtype=np.float64))
+    # NaN would hide from the search for the largest error.
     errors = np.nan_to_num(errors, nan=np.inf)
     local_index = np.unravel_index(int(errors.argmax()), errors.shape)
-    starts = [part.start for part in tensor.region] or [0] * len(local_index)
-    index = [int(number) + start for number, start in zip(local_index, starts, strict=True)]
-    at_index = f" at {index}" if index else ""
-    of_rank = "" if tensor.region else f" of rank {tensor.rank}"
     values = f"{ours[local_index]:.6g}, not {reference[local_index]:.6g}"
-    return f"worst{at_index}{of_rank}: {values}"
+    index = [int(number) for number in local_index]
+    owner = f" of rank {tensor.rank}"
+    if tensor.region:
+        index = [number + part.start for number, part in zip(index, tensor.region, strict=True)]
+        owner = ""
+    position = f" at {index}" if index else ""
+    return f"worst{position}{owner}: {values}"
 
 
 def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
-    """Return the module whose code is between the last right tensor and the first wrong tensor.
+    """Return the module with the code between the last right tensor and the first wrong tensor.
 
     A module receives its inputs, and in the backward pass the gradient of its output, from the module that
     calls it. If such a received tensor is wrong, the result is the calling module, provided that the calling
@@ -110,15 +115,10 @@ def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
     of the loss are right, the result is the loss.
     """
     stage, name, slot = first.key
-    is_logit_gradient = stage is CaptureStage.ACTIVATION_GRADIENTS and name == _OUTPUT_LAYER
-    if is_logit_gradient and slot.startswith("output"):
-        loss_gradients = [
-            comparison for comparison in compared.comparisons if comparison.key[:2] == (stage, LOSS)
-        ]
-        if not loss_gradients or any(comparison.differs for comparison in loss_gradients):
-            return name
-        return LOSS
-    received_prefix = "output" if stage is CaptureStage.ACTIVATION_GRADIENTS else "input."
+    is_gradient = stage is CaptureStage.ACTIVATION_GRADIENTS
+    if is_gradient and name == _OUTPUT_LAYER and slot.startswith("output"):
+        return LOSS if _are_loss_gradients_right(compared) else name
+    received_prefix = "output" if is_gradient else "input."
     if slot.startswith(RECOMPUTED_PREFIX):
         received_prefix = f"{RECOMPUTED_PREFIX}input."
     if stage not in LOCAL or not slot.startswith(received_prefix):
@@ -131,10 +131,18 @@ def _find_module(first: TensorComparison, compared: CaptureComparison) -> str:
         )
         if not received:
             continue
-        if any(comparison.differs for comparison in received):
-            return name
-        return module
+        has_wrong_input = any(comparison.differs for comparison in received)
+        return name if has_wrong_input else module
     return name
+
+
+def _are_loss_gradients_right(compared: CaptureComparison) -> bool:
+    """Return True if the gradients of the loss's tensors were compared and are all right."""
+    key_of_loss = (CaptureStage.ACTIVATION_GRADIENTS, LOSS)
+    loss_gradients = [
+        comparison for comparison in compared.comparisons if comparison.key[:2] == key_of_loss
+    ]
+    return bool(loss_gradients) and not any(comparison.differs for comparison in loss_gradients)
 
 
 def _list_received_tensors(
@@ -205,19 +213,18 @@ def _find_function(first: TensorComparison, name: str, kind: ErrorKind, rank: Ca
         is_token_loss = stage is CaptureStage.LOSS and slot == PER_TOKEN_LOSS
         is_of_loss = name == LOSS and (wrong_name == _OUTPUT_LAYER or is_token_loss)
         return stage if is_of_loss else ""
-    if slot in (*INITIAL_SLOTS, UNOBSERVED_GRADIENT) or stage is CaptureStage.LOCAL_GRADIENTS:
+    if stage is CaptureStage.LOCAL_GRADIENTS or slot in (*INITIAL_SLOTS, UNOBSERVED_GRADIENT):
         return ""
     # The function that finalizes gradients also updates the experts' biases.
     if slot == BUFFER:
         return CaptureStage.REDUCED_GRADIENTS
-    is_reduced_over_data = rank.data[1] * rank.context[1] > 1
-    is_tensor_parallel_error = "TP" in kind.name
-    if (
-        stage is CaptureStage.REDUCED_GRADIENTS
-        and is_reduced_over_data
-        and not is_tensor_parallel_error
-    ):
-        return BUCKETS
+    if stage is CaptureStage.REDUCED_GRADIENTS:
+        _, data_size = rank.data
+        _, context_size = rank.context
+        is_reduced_over_data = data_size * context_size > 1
+        is_tensor_parallel_error = "TP" in kind.name
+        if is_reduced_over_data and not is_tensor_parallel_error:
+            return BUCKETS
     if kind.name == MORE_GRADIENT:
         return CLIPPING
     return slot if slot in rank.functions else stage
@@ -245,11 +252,11 @@ def list_independent_errors(
 def _find_independent_errors(
     compared: CaptureComparison, first: TensorComparison
 ) -> Iterator[TensorComparison]:
-    """Yield wrong tensors whose inputs are all right.
+    """Yield wrong tensors that do not follow from another wrong tensor.
 
-    The first wrong tensors of the modules that `_find_independent_modules` finds come first. Then comes at most
-    one tensor per other stage: a gradient that was right in the stage before, or a check that does not depend
-    on other tensors. An error that may follow from another error is left out.
+    The first wrong tensors of the modules that `_find_independent_modules` finds come first. They are followed by
+    at most one tensor of each stage other than the stage of `first`. Such a tensor is a gradient that was still
+    right in the stage before, or the result of a check that uses no other tensor.
     """
     yield from _find_independent_modules(compared, first)
     wrong_modules = {comparison.key[1] for comparison in compared.wrong(*LOCAL)}
@@ -261,17 +268,17 @@ def _find_independent_errors(
         stage, name, slot = comparison.key
         if stage in stages_done:
             continue
-        # An error of one use of a tied parameter is in the gradient of the other use as well.
-        has_wrong_tensors_before = bool(wrong_modules or wrong_local_gradients)
-        may_be_tied = name.startswith(_TIED_PREFIXES) and has_wrong_tensors_before
-        is_right_before = False
+        was_right_before = False
         if stage is CaptureStage.LOCAL_GRADIENTS:
             module = name.rpartition(".")[0]
-            is_right_before = module not in wrong_modules
+            was_right_before = module not in wrong_modules
         elif stage is CaptureStage.REDUCED_GRADIENTS:
-            is_right_before = name not in wrong_local_gradients
-        is_checked_exactly = slot in (COUNTED_ONCE, INITIAL, MASTER_CAST, *RATE_SLOTS)
-        if is_checked_exactly or (is_right_before and not may_be_tied):
+            was_right_before = name not in wrong_local_gradients
+        # An error of one use of a tied parameter is in the gradient of the other use as well.
+        has_wrong_tensors_before = bool(wrong_modules or wrong_local_gradients)
+        if name.startswith(_TIED_PREFIXES) and has_wrong_tensors_before:
+            was_right_before = False
+        if was_right_before or slot in _SELF_CONTAINED_CHECKS:
             stages_done.add(stage)
             yield comparison
 
@@ -291,14 +298,20 @@ def _find_independent_modules(
         is_input = "input." in slot if stage is CaptureStage.OUTPUTS else slot.startswith("output")
         if is_input:
             modules_with_wrong_input.add(name)
-    wrong_modules = {comparison.key[1] for comparison in wrong}
-    modules_done = {first.key[1]}
+    # The whole model contains every wrong module.
+    modules_around_wrong_ones = {MODEL}
+    first_name = first.key[1]
+    for name in (first_name, *(comparison.key[1] for comparison in wrong)):
+        modules_around_wrong_ones.update(_list_enclosing_modules(name))
+    modules_left_out = {first_name} | modules_with_wrong_input | modules_around_wrong_ones
     for comparison in wrong:
         name = comparison.key[1]
-        contains_wrong_module = name == MODEL or any(
-            module.startswith(f"{name}.") for module in wrong_modules | modules_done
-        )
-        if name in modules_done or name in modules_with_wrong_input or contains_wrong_module:
-            continue
-        modules_done.add(name)
-        yield comparison
+        if name not in modules_left_out:
+            modules_left_out.add(name)
+            yield comparison
+
+
+def _list_enclosing_modules(name: str) -> list[str]:
+    """Return the names of the modules around a module: `a.b.c` gives `a` and `a.b`."""
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]

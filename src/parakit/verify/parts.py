@@ -171,21 +171,39 @@ def _find_same_tensor(
     key: ComparisonKey, tensor: ComparedTensor, strategy: Capture, other_run: Capture
 ) -> Array | None:
     """Return the tensor of another run that corresponds to `tensor`; None if the run has none of its shape."""
-    stage, name, slot = key
-    shape = tensor.ours.shape
     if tensor.micro_batch is None:
-        for parameter_key, parts in group_parameter_parts(other_run, stage, slot).items():
-            if parameter_key[2] == slot and parts[0].name == name:
-                return assemble_region(parts, other_run, region=tensor.region, shape=shape)
-        return None
-    aligner, rank_capture = ActivationAligner(other_run, strategy), strategy.ranks[tensor.rank]
+        return _find_same_parameter(key, tensor, other_run)
+    return _find_same_activation(key, tensor, strategy, other_run)
+
+
+def _find_same_parameter(
+    key: ComparisonKey, tensor: ComparedTensor, other_run: Capture
+) -> Array | None:
+    """Return the region of another run's parameter that `tensor` covers; None if the run has none of its shape."""
+    stage, name, slot = key
+    for parameter_key, parts in group_parameter_parts(other_run, stage, slot).items():
+        parameter_slot = parameter_key[2]
+        if parameter_slot == slot and parts[0].name == name:
+            return assemble_region(parts, other_run, region=tensor.region, shape=tensor.ours.shape)
+    return None
+
+
+def _find_same_activation(
+    key: ComparisonKey, tensor: ComparedTensor, strategy: Capture, other_run: Capture
+) -> Array | None:
+    """Return another run's activation that corresponds to `tensor`; None if the run has none of its shape.
+
+    The other run's tensor is aligned with each record of the key on the rank of `tensor`. The first that has the
+    shape of `tensor` is returned.
+    """
+    aligner = ActivationAligner(other_run, strategy)
+    rank_capture = strategy.ranks[tensor.rank]
     for record in rank_capture.records:
         tensor_key = record.tensor_key
-        if (tensor_key.stage, tensor_key.name, tensor_key.slot, tensor_key.micro_batch) == (
-            *key,
-            tensor.micro_batch,
-        ):
-            part = aligner.align(rank_capture, record).reference
-            if part is not None and part.shape == shape:
-                return part
+        record_key = (tensor_key.stage, tensor_key.name, tensor_key.slot)
+        if record_key != key or tensor_key.micro_batch != tensor.micro_batch:
+            continue
+        other_values = aligner.align(rank_capture, record).reference
+        if other_values is not None and other_values.shape == tensor.ours.shape:
+            return other_values
     return None

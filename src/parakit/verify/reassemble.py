@@ -216,13 +216,20 @@ class _Joiner:
         """Assemble and write parameters, gradients and optimizer states, each as one full tensor."""
         for stage in PARAMETERS:
             parts_by_key = group_parameter_parts(self._reference, stage)
-            for (key, layer_offset, _), parts in parts_by_key.items():
-                first = parts[0]
-                tensor_key = msgspec.structs.replace(first.record.tensor_key, name=first.name)
+            for (parameter_name, layer_offset, _slot), parts in parts_by_key.items():
                 full = assemble_parameter(parts, self._reference)
-                global_shape = first.placement.global_shape
-                placement = Placement(key, global_shape, (*layer_offset, *[0] * full.ndim))
-                self._add(tensor_key, first.record.dtype, full, placement)
+                # Name, dtype and global shape are the same for all parts.
+                first_part = parts[0]
+                record = first_part.record
+                # The full tensor starts at 0 in its own dimensions. If layers are stacked, the first dimension of
+                # the global shape is the layer, which the tensor does not have.
+                placement = Placement(
+                    parameter_name,
+                    global_shape=first_part.placement.global_shape,
+                    global_offset=(*layer_offset, *[0] * full.ndim),
+                )
+                tensor_key = msgspec.structs.replace(record.tensor_key, name=first_part.name)
+                self._add(tensor_key, record.dtype, full, placement)
 
     def _write_scalar(self, tensor_key: TensorKey, parts: Sequence[_RankTensor]) -> None:
         """Write a tensor that belongs to no micro batch. Token counts are summed over ranks; of others, one
@@ -318,15 +325,17 @@ class _Joiner:
             return np.concatenate(values, sequence.axis)
         if _are_equal(values):
             return values[0]
-        axis = values[0].ndim - 1
-        if axis < 0:
+        num_dimensions = values[0].ndim
+        if num_dimensions == 0:
             return None
-        if axis == 3:
+        split_axis = num_dimensions - 1
+        if num_dimensions == 4:
             # Four dimensions have heads: before the head size for rows of the sequence, and after the
             # batch for attention scores.
-            axis = 2 if sequence is not None and sequence.axis == 0 else 1
+            has_sequence_first = sequence is not None and sequence.axis == 0
+            split_axis = 2 if has_sequence_first else 1
         is_gated = self._rank.gated and GATED in tensor_key.name
-        return _concatenate(values, axis, is_gated=is_gated)
+        return _concatenate(values, split_axis, is_gated=is_gated)
 
     def _join_context_parallel(
         self, tensor_key: TensorKey, parts: Sequence[Array], sequence: _SequenceDimension | None
@@ -342,16 +351,24 @@ class _Joiner:
 
     def _join_sequence(self, parts: Sequence[Array], sequence: _SequenceDimension) -> Array:
         """Return the full sequence, with each context-parallel rank's part at its positions."""
-        axis, length = sequence.axis, self._rank.sequence_length
-        is_merged = sequence.samples > 1
-        if is_merged:
-            parts = [part.reshape(-1, sequence.samples, *part.shape[1:]) for part in parts]
-        shape = parts[0].shape
-        full = np.empty((*shape[:axis], length, *shape[axis + 1 :]), parts[0].dtype)
-        for context, part in enumerate(parts):
-            positions = sequence_positions(self._rank, context)
-            full.swapaxes(0, axis)[positions] = part.swapaxes(0, axis)
-        return full.reshape(-1, *shape[2:]) if is_merged else full
+        if sequence.samples == 1:
+            return self._place_at_positions(parts, sequence.axis)
+        # The first dimension counts sequence and batch together. It is split, so that whole positions are placed.
+        split_parts = [part.reshape(-1, sequence.samples, *part.shape[1:]) for part in parts]
+        full = self._place_at_positions(split_parts, sequence.axis)
+        return full.reshape(-1, *full.shape[2:])
+
+    def _place_at_positions(self, parts: Sequence[Array], axis: int) -> Array:
+        """Return a tensor whose dimension `axis` is the full sequence, filled from context-parallel ranks' parts."""
+        shape = list(parts[0].shape)
+        shape[axis] = self._rank.sequence_length
+        full = np.empty(shape, parts[0].dtype)
+        # The swap makes the sequence the first dimension, which is indexed by positions. It copies nothing.
+        full_by_position = full.swapaxes(0, axis)
+        for context_rank, part in enumerate(parts):
+            positions = sequence_positions(self._rank, context_rank)
+            full_by_position[positions] = part.swapaxes(0, axis)
+        return full
 
     def _find_sequence(self, shape: tuple[int, ...]) -> _SequenceDimension | None:
         """Return the dimension of a rank's tensor that is the sequence; None if no size fits."""

@@ -6,6 +6,7 @@ that is written to `verdict.json`, with the comparisons that it rests on.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -193,27 +194,44 @@ def _check_same_loss_scales(reference: Capture, strategy: Capture) -> None:
         VerifyError: One run skips a step; the message names the iteration and a smaller loss scale.
     """
     scales = list(zip(strategy.first.loss_scales, reference.first.loss_scales, strict=False))
-    skipped_iteration: int | None = None
-    for iteration, (our_scale, expected_scale) in enumerate(scales):
+    skipped_iteration = _find_first_difference(scales)
+    if skipped_iteration is None and _overflows_in_one_run(reference, strategy):
+        skipped_iteration = strategy.first.iteration
+    if skipped_iteration is None:
+        return
+    last_scale = min(scales[-1]) if scales else 1.0
+    raise VerifyError(
+        f"The two runs did different work: in iteration {skipped_iteration} gradients overflow in "
+        "one of them alone, which skips that step; set a smaller loss scale, for example "
+        f'EXTRA="--initial-loss-scale {max(1.0, last_scale / 16):g}".'
+    )
+
+
+def _find_first_difference(scales: Sequence[tuple[float, float]]) -> int | None:
+    """Return the iteration whose skipped step made the loss scales of the two runs differ; None if they are equal.
+
+    Each pair has the loss scale of both runs in one iteration, from iteration 1 on. A skipped step changes the
+    scale of the iteration after it, so the index of the first unequal pair is the number of the skipped iteration.
+    """
+    for index, (our_scale, expected_scale) in enumerate(scales):
         if our_scale != expected_scale:
-            # The loss scale changes in the iteration after a skipped step.
-            skipped_iteration = iteration
-            break
-    if skipped_iteration is None and strategy.first.dtype == "float16":
-        smaller, larger = sorted((strategy.largest_gradient, reference.largest_gradient))
-        num_summed_ranks = max(
-            capture.first.data[1] * capture.first.context[1] for capture in (strategy, reference)
-        )
-        overflows_in_one_run = smaller < np.inf == larger
-        if overflows_in_one_run and max(2, num_summed_ranks) * smaller > _LARGEST_FP16:
-            skipped_iteration = strategy.first.iteration
-    if skipped_iteration is not None:
-        last_scale = min(scales[-1]) if scales else 1.0
-        raise VerifyError(
-            f"The two runs did different work: in iteration {skipped_iteration} gradients overflow in "
-            "one of them alone, which skips that step; set a smaller loss scale, for example "
-            f'EXTRA="--initial-loss-scale {max(1.0, last_scale / 16):g}".'
-        )
+            return index
+    return None
+
+
+def _overflows_in_one_run(reference: Capture, strategy: Capture) -> bool:
+    """Return True if the captured fp16 gradients are infinite in one run, and near the largest number in the other."""
+    if strategy.first.dtype != "float16":
+        return False
+    smaller, larger = sorted((strategy.largest_gradient, reference.largest_gradient))
+    if not smaller < np.inf == larger:
+        return False
+    num_summed_ranks = 2
+    for capture in (strategy, reference):
+        _, data_size = capture.first.data
+        _, context_size = capture.first.context
+        num_summed_ranks = max(num_summed_ranks, data_size * context_size)
+    return num_summed_ranks * smaller > _LARGEST_FP16
 
 
 def _check_same_dropout_masks(reference: CapturedRank, strategy: CapturedRank) -> None:
@@ -264,7 +282,7 @@ def judge(
 
 
 def _judge_comparison(compared: CaptureComparison, strategy: Capture) -> Judgement:
-    """Return the judgement that follows from a comparison; the first wrong tensor, if any, is located in the model.
+    """Return the judgement that follows from a comparison. The first wrong tensor, if any, is located in the model.
 
     `strategy` is the capture that was compared.
     """
@@ -285,12 +303,11 @@ def _judge_comparison(compared: CaptureComparison, strategy: Capture) -> Judgeme
     first = wrong[0]
     stage, _, slot = first.key
     verdict = locate_error(base, first, compared, strategy)
-    # An error in these stages spreads to nearly all others, so independent errors are listed only after
-    # the strategy has run with the reference's inputs (`confirm`).
-    if stage not in (*LOCAL, CaptureStage.INPUTS) and slot not in (
-        *INITIAL_SLOTS,
-        UNOBSERVED_GRADIENT,
-    ):
+    # An error in these stages and slots spreads to nearly all other tensors, so independent errors are listed
+    # only after the strategy has run with the reference's inputs (`confirm`).
+    is_in_spreading_stage = stage in (*LOCAL, CaptureStage.INPUTS)
+    is_in_spreading_slot = slot in (*INITIAL_SLOTS, UNOBSERVED_GRADIENT)
+    if not is_in_spreading_stage and not is_in_spreading_slot:
         also = list_independent_errors(verdict, first, compared, strategy)
         verdict = replace(verdict, also=also)
     return Judgement(verdict, compared, first)
@@ -312,17 +329,19 @@ def _check_outputs_compared(compared: CaptureComparison, strategy: Capture) -> N
     is_output_compared = any(
         comparison.key[0] is CaptureStage.OUTPUTS for comparison in compared.comparisons
     )
-    if has_outputs and not is_output_compared:
-        skipped_outputs = [skipped for skipped in compared.skipped if skipped.has_outputs]
-        example = ""
-        if skipped_outputs:
-            names = " ".join(skipped_outputs[-1].names)[:_MAX_NAMES_LENGTH]
-            example = f" ({names}: {skipped_outputs[-1].reason})"
-        raise VerifyError(
-            f"None of the modules' tensors could be aligned with the reference's{example}; "
-            "compare with one rank (REFERENCE=baseline), and use Megatron versions that name "
-            "modules in the same way."
-        )
+    if is_output_compared or not has_outputs:
+        return
+    example = ""
+    skipped_outputs = [skipped for skipped in compared.skipped if skipped.has_outputs]
+    if skipped_outputs:
+        last_skipped = skipped_outputs[-1]
+        names = " ".join(last_skipped.names)[:_MAX_NAMES_LENGTH]
+        example = f" ({names}: {last_skipped.reason})"
+    raise VerifyError(
+        f"None of the modules' tensors could be aligned with the reference's{example}; "
+        "compare with one rank (REFERENCE=baseline), and use Megatron versions that name "
+        "modules in the same way."
+    )
 
 
 def write_forced(

@@ -13,13 +13,16 @@ from parakit.reporting.build import BuildOptions, build
 from tests.reporting.factory import log_text, run_record, write_run
 
 
-def made(root: Path, strategies: tuple[str, ...], unsteady: str = "") -> tuple[str, str]:
+def made(
+    root: Path, strategies: tuple[str, ...], unsteady: str = "", short: str = ""
+) -> tuple[str, str]:
     """Return what a report of such runs prints, and its Markdown."""
     for strategy in strategies:
         record = run_record(f"run-{strategy}", strategy)
         record = replace(record, host=replace(record.host, name=platform.node()))
         spread = 400 if strategy == unsteady else 4
-        times = [400.0, 250.0, *(90.0 + (k * 37) % spread for k in range(20))]
+        count = 5 if strategy == short else 20
+        times = [400.0, 250.0, *(90.0 + (k * 37) % spread for k in range(count))]
         write_run(root / "runs", record, log_text(times, micro=True))
     output = io.StringIO()
     options = BuildOptions(
@@ -51,6 +54,14 @@ def test_runs_become_readings_once_and_those_that_scatter_do_not(tmp_path: Path)
     again, _ = made(tmp_path, ())
     assert " has 2 rows, " in again
     assert "0 of them new" in again
+
+
+def test_runs_with_too_few_iterations_for_an_interval_are_listed_as_left_out(
+    tmp_path: Path,
+) -> None:
+    text, _ = made(tmp_path, ("baseline", "dp2"), short="dp2")
+    assert "mine.csv has 1 row, 1 of them new" in text
+    assert "mine.csv: run-dp2 (fewer than 6 measured iterations)." in text
 
 
 def test_cpu_ranks_are_predicted_once_the_machine_is_calibrated_and_say_that_nothing_is_near(

@@ -239,6 +239,27 @@ def test_baseline_finds_regressions_and_improvements_and_strict_fails(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("old_status", "status", "kind"),
+    [
+        (Status.OK, Status.OUT_OF_MEMORY, "regression"),
+        (Status.OUT_OF_MEMORY, Status.OK, "unexpected improvement"),
+        (Status.CRASHED, Status.OUT_OF_MEMORY, "same"),
+    ],
+)
+def test_change_of_status_is_an_improvement_only_if_the_new_run_is_ok(
+    old_status, status, kind, tmp_path
+):
+    record = run_record("run-dp2", "dp2")
+    folder = write_run(tmp_path / "runs", record, log_text([400.0, *[100.0] * 20]), old_status)
+    made(tmp_path, name="old")
+    write_record(folder / "status.json", StatusRecord(status, 0))
+    _, _, report = made(tmp_path, name="new", baseline=tmp_path / "reports" / "old")
+    changes = json.loads((report / "results.json").read_text())["changes"]
+    text = f"status {status}, was {old_status}"
+    assert [change["kind"] for change in changes if change["text"] == text] == [kind]
+
+
+@pytest.mark.parametrize(
     ("factor", "kind", "exit_code"),
     [(1.01, "same", 0), (1.05, "undecided", 3), (1.12, "regression", 1)],
 )

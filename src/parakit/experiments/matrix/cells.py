@@ -101,24 +101,26 @@ def _make_finding_cells(family: Family, known: Sequence[Finding]) -> list[Matrix
 def draw_cells(
     matrix: Matrix, families: Sequence[Family], known: Sequence[Finding], seed: int
 ) -> Iterator[MatrixCell]:
-    """Yield legal random cells in an endless sequence. No cell is yielded twice.
+    """Yield legal random cells without end. No cell is yielded twice.
 
-    Each cell has patches for known findings, which would otherwise hide other bugs. The same seed gives the same
-    cells in the same order. All cells train from the same weights on the same samples.
+    A known finding would hide other bugs, so each cell has patches for the findings in `known`. The same seed gives
+    the same cells in the same order. All cells train from the same weights on the same samples.
     """
-    generator, seen = random.Random(seed), set[str]()
+    generator = random.Random(seed)
+    yielded_ids: set[str] = set()
     while True:
         family = generator.choice(families)
         layout = generator.choice(family.layouts)
         levels = []
-        for feature in family.features.values():
-            drawable = [level for level in feature[1:] if not level.alone]
+        for feature_levels in family.features.values():
+            # The first level is the default.
+            drawable = [level for level in feature_levels[1:] if not level.alone]
             if drawable and generator.random() < CHANGED_FRACTION:
                 levels.append(generator.choice(drawable))
         legal_levels = matrix.select_legal_levels(family, layout, levels)
         cell = apply_known_patches(MatrixCell(family, layout, legal_levels), known)
-        if cell.id not in seen:
-            seen.add(cell.id)
+        if cell.id not in yielded_ids:
+            yielded_ids.add(cell.id)
             yield cell
 
 

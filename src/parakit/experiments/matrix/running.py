@@ -72,17 +72,22 @@ class CellVerifier:
         return replace(record, seconds=round(time.monotonic() - began, 1), finding=finding)
 
     def _find_finding(self, cell: MatrixCell, record: CellRecord) -> str:
-        """Return the id of the known finding that explains a record; empty if none does."""
+        """Return the id of the known finding that explains a record; empty if none does.
+
+        A run that crashed or was refused is explained by a finding whose message is in the run's reason. A cell that
+        differs is explained by a finding without a message that no patch of the cell cures. If the finding names a
+        stage, it must be the stage of the record.
+        """
         if record.status in (CellStatus.CRASHED, CellStatus.REFUSED):
+            reason = str(record.reason)
             for finding in self.known:
-                if finding.fails and finding.fails in str(record.reason):
+                if finding.fails and finding.fails in reason:
                     return finding.id
-            return ""
-        if record.status is not CellStatus.DIFFERS:
-            return ""
-        for finding in find_uncured(cell, self.known):
-            if not finding.fails and finding.stage in (None, record.stage):
-                return finding.id
+        elif record.status is CellStatus.DIFFERS:
+            for finding in find_uncured(cell, self.known):
+                is_of_stage = finding.stage is None or finding.stage == record.stage
+                if is_of_stage and not finding.fails:
+                    return finding.id
         return ""
 
     def _verify_once(self, cell: MatrixCell) -> CellRecord:

@@ -135,8 +135,12 @@ def judge_level(
 ) -> LevelResult:
     """Return the result of a level in a layout, from the records of the cells that have both.
 
-    A cell that did not hold counts against the levels that are blamed for it. A level that is not blamed alone, and
-    is in a cell that held, counts as right.
+    The first of these rules that applies decides:
+
+    1. The level alone is blamed for a cell that did not hold: the worst such cell is the result.
+    2. A cell held: the level is right, or blamed together with other levels for another cell.
+    3. Nobody has searched yet for the level to blame: the simplest such cell is the result.
+    4. No record says anything about the level: the result is empty.
     """
     is_default = family.is_default(level)
     level_records = [
@@ -146,9 +150,9 @@ def judge_level(
     ]
     right = [record for record in level_records if record.is_right]
     wrong = [record for record in level_records if not record.is_right]
-    blamed = [record for record in wrong if _is_to_blame(record, level, is_default)]
-    if blamed:
-        return LevelResult(max(blamed, key=_get_severity))
+    blamed_alone = [record for record in wrong if _is_to_blame(record, level, is_default)]
+    if blamed_alone:
+        return LevelResult(max(blamed_alone, key=_get_severity))
     if right:
         blamed_together = [record for record in wrong if level.path in (record.blamed or ())]
         if blamed_together:
@@ -156,10 +160,20 @@ def judge_level(
         return _make_held_result(right)
     unexplained = [record for record in wrong if record.blamed is None and not record.finding]
     if unexplained:
-        # The fewer levels a cell has, the fewer may be to blame. Of equally small cells, the worst counts.
-        simplest = min(unexplained, key=lambda record: (len(record.levels), -_get_severity(record)))
-        return LevelResult(simplest, is_open=len(simplest.levels) > 1)
+        return _make_unexplained_result(unexplained)
     return LevelResult()
+
+
+def _make_unexplained_result(unexplained: Sequence[CellRecord]) -> LevelResult:
+    """Return the result of a level from cells that did not hold, before the level to blame was searched.
+
+    The cell with the fewest levels decides, because the fewest levels may be to blame for it. Of several such cells,
+    the worst decides.
+    """
+    fewest_levels = min(len(record.levels) for record in unexplained)
+    simplest = [record for record in unexplained if len(record.levels) == fewest_levels]
+    worst = max(simplest, key=_get_severity)
+    return LevelResult(worst, is_open=fewest_levels > 1)
 
 
 def _has_level(record: CellRecord, level: Level, is_default: bool) -> bool:

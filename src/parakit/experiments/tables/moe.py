@@ -144,14 +144,15 @@ def compare_losses(group: SeedRuns, reference: SeedRuns) -> RoutedParity:
         if reference_run is None:
             continue
         dtype = run.spec.dtype if run.spec else ""
-        first = find_routing_divergence(run.routing, reference_run.routing, dtype)
-        if first is not None:
-            diverged.append(first)
+        first_diverged = find_routing_divergence(run.routing, reference_run.routing, dtype)
+        if first_diverged is not None:
+            diverged.append(first_diverged)
         for iteration in run.losses.keys() & reference_run.losses.keys():
-            if iteration < (first or math.inf):
-                reference_loss = reference_run.losses[iteration]
-                difference = abs(run.losses[iteration] - reference_loss) / abs(reference_loss)
-                differences.append(difference)
+            if first_diverged is not None and iteration >= first_diverged:
+                continue
+            reference_loss = reference_run.losses[iteration]
+            difference = abs(run.losses[iteration] - reference_loss) / abs(reference_loss)
+            differences.append(difference)
     largest = max(differences, default=0.0)
     return RoutedParity(largest, len(differences), min(diverged, default=None))
 

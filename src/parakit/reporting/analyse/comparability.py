@@ -11,8 +11,10 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 from parakit.artifacts.identity import essential_arguments
+from parakit.artifacts.run import RunRecord
 from parakit.config.flag_table import argument_names, flags_with_role
 from parakit.config.offload import offload_flags
+from parakit.config.run import RunSpec
 from parakit.logs import ModelDifference, Run
 from parakit.reporting.analyse.arguments import find_differing_arguments
 from parakit.reporting.analyse.configurations import (
@@ -325,30 +327,78 @@ _ARGUMENTS_OF_STRATEGY = argument_names(flags_with_role("parallelism")) | {
 _CONDITIONS_OF_STRATEGY = ("devices", "padded vocabulary")
 
 
+_CONDITIONS = (
+    "devices",
+    "tokens per iteration",
+    "sequence length",
+    "padded vocabulary",
+    "data",
+    "dropout",
+    "precision",
+    "optimizer",
+    "recomputation",
+    "offload",
+    "Adam's state",
+    "Megatron",
+    "code",
+    "host",
+    "link between the ranks",
+    "patches",
+    "patch file",
+    "ranks on one GPU",
+)
+"""Names of the properties that two compared runs should share, in the order in which differences are listed."""
+
+
 def _list_conditions(run: Run) -> dict[str, str]:
     """Return the properties that two compared runs should share, by name. An unknown property is `unknown`."""
-    spec, record = run.spec, run.record
-    values = {
-        "devices": spec and spec.parallelism.world_size,
-        "tokens per iteration": spec and spec.tokens_per_iteration,
-        "sequence length": spec and spec.shape.seq_length,
-        "padded vocabulary": (spec and spec.padded_vocabulary) or None,
+    values = _list_run_conditions(run)
+    if run.spec is not None:
+        values |= _list_spec_conditions(run.spec)
+    if run.record is not None:
+        values |= _list_record_conditions(run.record)
+    values_in_order = {name: values.get(name) for name in _CONDITIONS}
+    return {
+        name: "unknown" if value is None else str(value) for name, value in values_in_order.items()
+    }
+
+
+def _list_run_conditions(run: Run) -> dict[str, object]:
+    """Return the properties of a run that do not need its record or its configuration."""
+    return {
         "data": run.dataset_name,
-        "dropout": spec and spec.dropout,
-        "precision": spec and spec.dtype,
-        "optimizer": spec and spec.optimizer,
-        "recomputation": spec and str(spec.recompute),
-        "offload": spec and " ".join(offload_flags(spec.offload)),
         "Adam's state": describe_adam_state(run),
         "Megatron": run.megatron or None,
-        "code": record and record.code and str(record.code),
-        "host": record and record.host.name,
-        "link between the ranks": record and describe_link(record.spec),
-        "patches": describe_fused_patches(spec),
-        "patch file": describe_patch_file(spec),
-        "ranks on one GPU": bool(spec and spec.shares_gpu),
+        "patches": describe_fused_patches(run.spec),
+        "patch file": describe_patch_file(run.spec),
+        # A run without a configuration is on a rank per GPU, as far as anybody knows.
+        "ranks on one GPU": False,
     }
-    return {name: "unknown" if value is None else str(value) for name, value in values.items()}
+
+
+def _list_spec_conditions(spec: RunSpec) -> dict[str, object]:
+    """Return the properties of a run that its configuration states."""
+    return {
+        "devices": spec.parallelism.world_size,
+        "tokens per iteration": spec.tokens_per_iteration,
+        "sequence length": spec.shape.seq_length,
+        "padded vocabulary": spec.padded_vocabulary or None,
+        "dropout": spec.dropout,
+        "precision": spec.dtype,
+        "optimizer": spec.optimizer,
+        "recomputation": spec.recompute,
+        "offload": " ".join(offload_flags(spec.offload)),
+        "ranks on one GPU": spec.shares_gpu,
+    }
+
+
+def _list_record_conditions(record: RunRecord) -> dict[str, object]:
+    """Return the properties of a run that only `run.json` states."""
+    return {
+        "code": record.code,
+        "host": record.host.name,
+        "link between the ranks": describe_link(record.spec),
+    }
 
 
 SHARED = (

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from parakit.artifacts.run import decode_run
+from parakit.artifacts.run import Status, decode_run
 from parakit.formatting.units import change
 from parakit.logs import parse_printed_spec
 from parakit.reporting.analyse.configurations import (
@@ -21,6 +21,7 @@ from parakit.reporting.analyse.configurations import (
 from parakit.reporting.analyse.entry import Entry
 from parakit.reporting.analyse.results import RESULTS
 from parakit.reporting.analyse.statistics import (
+    Estimate,
     TimeVerdict,
     compare_times,
     describe_ratio,
@@ -158,15 +159,21 @@ def _time_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Chang
     if comparison.verdict is not TimeVerdict.NOISE or not comparison.smallest:
         return [Change(name, "same", text)]
     text += f": {change(comparison.ratio, 1)}, below the {comparison.smallest:.1%} that these runs can show"
+    kind = "same" if _is_no_change(earlier, estimate, comparison.ratio) else UNDECIDED
+    return [Change(name, kind, text)]
+
+
+def _is_no_change(earlier: Estimate, estimate: Estimate, ratio: float) -> bool:
+    """Return True if a ratio within noise counts as no change; False if more runs could still show a change."""
+    # With enough runs on both sides their own scatter has decided, and repeating them would not help.
+    if earlier.degrees_of_freedom and estimate.degrees_of_freedom:
+        return True
     usual_difference = smallest_visible_difference(
         min(earlier.runs, estimate.runs),
         estimate.scatter.typical,
         estimate.scatter.degrees_of_freedom,
     )
-    # With enough runs on both sides their own scatter has decided, and repeating them would not help.
-    have_own_scatter = earlier.degrees_of_freedom and estimate.degrees_of_freedom
-    is_decided = have_own_scatter or abs(comparison.ratio - 1) <= usual_difference
-    return [Change(name, "same" if is_decided else UNDECIDED, text)]
+    return abs(ratio - 1) <= usual_difference
 
 
 def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Change]:
@@ -174,7 +181,7 @@ def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Cha
     changes = []
     old_status, status = old.get("status"), entry.status
     if old_status != status and not entry.run.is_running:
-        kind = REGRESSION if old_status == "ok" else IMPROVEMENT
+        kind = _judge_status_change(old_status, status)
         changes.append(Change(name, kind, f"status {status}, was {old_status}"))
     old_parity, parity = old.get("parity") or "", entry.parity.verdict
     if old_parity != parity:
@@ -190,6 +197,15 @@ def _status_changes(name: str, old: Mapping[str, Any], entry: Entry) -> list[Cha
             kind = REGRESSION if value > old_value else IMPROVEMENT
             changes.append(Change(name, kind, f"{column.name} {value:,}, was {old_value:,}"))
     return changes
+
+
+def _judge_status_change(old_status: str | None, status: str) -> str:
+    """Return the kind of a change from one status to another. Between two failures neither is better."""
+    if old_status == Status.OK:
+        return REGRESSION
+    if status == Status.OK:
+        return IMPROVEMENT
+    return "same"
 
 
 def _judge_parity_change(old_parity: str, parity: str) -> str:

@@ -138,20 +138,30 @@ def _share_start(reference: Run, other: Run, has_same_layout: bool) -> bool:
 
 def _list_loss_settings(run: Run) -> dict[str, object]:
     """Return the settings of a run that influence its losses, by name; the value of an unknown setting is None."""
-    spec = run.spec
-    schedule = spec and spec.parallelism.schedule
-    return {
+    settings: dict[str, object] = {
         "device": run.device,
         "data": run.dataset_name,
-        "seed": spec and spec.seed,
+        "seed": None,
         "global batch": run.global_batch_size,
-        "sequence length": spec and spec.shape.seq_length,
-        "precision": spec and (spec.dtype, spec.fp8_recipe),
-        "optimizer": spec and spec.optimizer,
-        "patch file": spec and spec.patch_file,
-        # An asynchronous schedule computes gradients with older weights, and the schedule decides how old.
-        "pipeline schedule": schedule and (schedule if schedule.is_asynchronous else ""),
+        "sequence length": None,
+        "precision": None,
+        "optimizer": None,
+        "patch file": None,
+        "pipeline schedule": None,
     }
+    spec = run.spec
+    if spec is not None:
+        # An asynchronous schedule computes gradients with older weights, and the schedule decides how old.
+        schedule = spec.parallelism.schedule
+        settings |= {
+            "seed": spec.seed,
+            "sequence length": spec.shape.seq_length,
+            "precision": (spec.dtype, spec.fp8_recipe),
+            "optimizer": spec.optimizer,
+            "patch file": spec.patch_file,
+            "pipeline schedule": schedule if schedule.is_asynchronous else "",
+        }
+    return settings
 
 
 def _parse_schedule(run: Run) -> dict[str, float | str | None]:

@@ -28,6 +28,7 @@ from parakit.reporting.analyse.comparability import DISTURBED, IMPOSSIBLE, why_w
 from parakit.reporting.analyse.configurations import estimate_pooled_runs
 from parakit.reporting.analyse.disturbance import why_disturbed
 from parakit.reporting.analyse.entry import Entry
+from parakit.reporting.analyse.statistics import MIN_FOR_INTERVAL, Estimate
 
 _MILLISECONDS = 1e3
 
@@ -83,16 +84,16 @@ class OwnMeasurements:
 
     rows: tuple[MeasurementRow, ...]
     left_out: Mapping[str, Sequence[str]]
-    """Names of runs that are in no row, by reason; runs that the planner cannot predict are not listed."""
+    """Names of runs that are in no row, by reason. Runs that the planner cannot predict are not listed."""
 
 
 def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
     """Return the measured times of the runs that the kit trained, one row per configuration, and the left-out runs.
 
     The time of a configuration is the median over its usable runs. The names of runs that are not used are listed
-    by reason: the run did not end well, was resumed, was slowed down by other programs, or its times scatter
-    widely. Runs that the planner cannot predict, and runs on an unknown device or without a record, are listed
-    nowhere.
+    by reason: the run did not end well, was resumed, was slowed down by other programs, has too few measured
+    iterations, or its times scatter widely. Runs that the planner cannot predict, and runs on an unknown device or
+    without a record, are listed nowhere.
     """
     measurement_rows: list[MeasurementRow] = []
     left_out: dict[str, list[str]] = defaultdict(list)
@@ -102,20 +103,20 @@ def collect_own_measurements(entries: Sequence[Entry]) -> OwnMeasurements:
         if entry.run.record is None or device is None or not _can_planner_predict(entry):
             continue
         usable_runs = []
-        row = entry.configuration
         is_impossible = entry.run.name in impossible_names
+        row = entry.configuration
         for run in (*row.runs, *row.failed_before, *row.running):
-            reason = _why_no_measurement(run, is_impossible)
+            reason = _why_no_measurement(run, is_impossible=is_impossible)
             if reason:
                 left_out[reason].append(run.name)
             else:
                 usable_runs.append(run)
-        time = estimate_pooled_runs(usable_runs) if usable_runs else None
-        if time is None or time.low is None or time.high is None:
+        if not usable_runs:
             continue
-        half_width = (time.high - time.low) / 2
-        if half_width >= _UNSTEADY * time.median:
-            left_out["times that scatter widely"] += [run.name for run in usable_runs]
+        time = estimate_pooled_runs(usable_runs)
+        reason = _why_no_usable_time(time)
+        if time is None or reason:
+            left_out[reason] += [run.name for run in usable_runs]
             continue
         measurement = _build_row(usable_runs[-1], device, time.median / _MILLISECONDS)
         if measurement is not None:
@@ -136,10 +137,10 @@ def _build_row(run: Run, device: Device, seconds: float) -> MeasurementRow | Non
         return None
 
 
-def _why_no_measurement(run: Run, is_impossible: bool) -> str:
+def _why_no_measurement(run: Run, *, is_impossible: bool) -> str:
     """Return why a run's time must not be used as a measurement; empty if it can be used.
 
-    `is_impossible` is True if the ratio of this time to another row's time is impossible.
+    `is_impossible` is True if the time of the run's row cannot be true next to the time of another row.
     """
     if run.status.status is not Status.OK:
         return run.status.status.value.replace("_", " ")
@@ -147,7 +148,22 @@ def _why_no_measurement(run: Run, is_impossible: bool) -> str:
         return "resumed"
     if why_disturbed(run):
         return "other programs used its cores"
-    return "its time beside another's is impossible" if is_impossible else ""
+    if is_impossible:
+        return "its time beside another's is impossible"
+    return ""
+
+
+def _why_no_usable_time(time: Estimate | None) -> str:
+    """Return why the time of a configuration's runs is no measurement; empty if it is one.
+
+    `time` is None if no run has measured iterations.
+    """
+    if time is None or time.low is None or time.high is None:
+        return f"fewer than {MIN_FOR_INTERVAL} measured iterations"
+    half_width = (time.high - time.low) / 2
+    if half_width >= _UNSTEADY * time.median:
+        return "times that scatter widely"
+    return ""
 
 
 def _find_impossible_rows(entries: Iterable[Entry]) -> set[str]:

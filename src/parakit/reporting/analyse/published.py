@@ -74,16 +74,17 @@ def match_figure(
     ):
         published_values = getattr(figure, key)
         # A quantity that was not measured is not shown with another model's figure.
-        if not published_values or not (measured or figure.model == run.model):
+        is_shown = bool(measured) or figure.model == run.model
+        if not published_values or not is_shown:
             continue
         low = high = None
-        verdict = "not comparable"
         tolerance = figure.source.tolerance.get(key)
         if tolerance is not None:
             low = min(published_values) * (1 - tolerance)
             high = max(published_values) * (1 + tolerance)
-            if measured is not None and has_same_setup:
-                verdict = "reproduced" if low <= measured <= high else "not reproduced"
+        verdict = "not comparable"
+        if low is not None and high is not None and measured is not None and has_same_setup:
+            verdict = "reproduced" if low <= measured <= high else "not reproduced"
         match = Match(
             figure,
             quantity,
@@ -113,37 +114,52 @@ def _list_setup_differences(run: Run, figure: Figure) -> list[_SetupDifference]:
 
     If the figure is of another model, only the differences of model and device are listed.
     """
-    spec, source = run.spec, figure.source
-    entry = run.record.entry if run.record else None
-    driver = run.record.host.driver if run.record else None
-    commit = (entry.megatron_commit or entry.megatron_version) if entry else None
-    if commit and source.megatron_commit and commit.startswith(source.megatron_commit):
-        # The source states the first characters of the same commit.
-        commit = source.megatron_commit
-    # The values of the run come first, then the published values.
-    decisive: dict[str, tuple[object, object]] = {
-        "model": (run.model, figure.model),
-        "device": (run.device, source.device or source.hardware),
-    }
-    informative: dict[str, tuple[object, object]] = {}
+    source = figure.source
+    comparisons = [
+        _compare_property("model", run.model, figure.model),
+        _compare_property("device", run.device, source.device or source.hardware),
+    ]
     if run.model == figure.model:
         # With another model these properties differ too, and need not be listed.
-        decisive |= {
-            "backend": (spec and spec.backend, figure.backend),
-            "micro batch": (spec and spec.batch.micro_batch_size, figure.micro_batch_size),
-            "global batch": (run.global_batch_size, figure.global_batch_size),
-            "precision": (spec and spec.dtype, figure.dtype),
-        }
-        informative = {
-            "Megatron": (commit, source.megatron_commit),
-            "driver": (driver, source.driver),
-        }
-    differences = []
-    for properties in (decisive, informative):
-        for name, (value, published) in properties.items():
-            if published is None or value == published:
-                continue
-            value_text = "unknown" if value in (None, "") else value
-            text = f"{name} {value_text} instead of {published}"
-            differences.append(_SetupDifference(properties is decisive, text))
-    return differences
+        spec = run.spec
+        micro_batch = spec.batch.micro_batch_size if spec else None
+        driver = run.record.host.driver if run.record else None
+        comparisons += [
+            _compare_property("backend", spec.backend if spec else None, figure.backend),
+            _compare_property("micro batch", micro_batch, figure.micro_batch_size),
+            _compare_property("global batch", run.global_batch_size, figure.global_batch_size),
+            _compare_property("precision", spec.dtype if spec else None, figure.dtype),
+            _compare_property(
+                "Megatron",
+                _find_commit(run, source.megatron_commit),
+                source.megatron_commit,
+                prevents_verdict=False,
+            ),
+            _compare_property("driver", driver, source.driver, prevents_verdict=False),
+        ]
+    return [difference for difference in comparisons if difference is not None]
+
+
+def _compare_property(
+    name: str, value: object, published: object, *, prevents_verdict: bool = True
+) -> _SetupDifference | None:
+    """Return the difference of a property of the setup; None if it is equal, or if the source does not state it."""
+    if published is None or value == published:
+        return None
+    value_text = "unknown" if value in (None, "") else value
+    return _SetupDifference(prevents_verdict, f"{name} {value_text} instead of {published}")
+
+
+def _find_commit(run: Run, published: str | None) -> str | None:
+    """Return the commit of the run's Megatron, or else its version; None without a record.
+
+    A source may state only the first characters of a commit. If the run's commit begins with them, `published` is
+    returned.
+    """
+    if run.record is None:
+        return None
+    entry = run.record.entry
+    commit = entry.megatron_commit or entry.megatron_version
+    if published and commit.startswith(published):
+        return published
+    return commit

@@ -164,29 +164,42 @@ def _add_flops(
         f"model TFLOP/s/device = {flops:.5g} FLOPs ÷ {seconds:.6g} s ÷ {devices}"
         " (forward and backward, causal attention halved, recomputation not counted)",
     ]
-    peak, source, note = _find_peak(run.device, spec.dtype)
+    peak, source, peak_note = _find_peak(run.device, spec.dtype)
+    mfu = hfu = None
     if peak:
+        mfu = tflops_per_device / peak
+        hfu = tflops_per_device * hardware_flops / flops / peak
         formulas.append(f"MFU = {tflops_per_device:.5g} ÷ {peak:g} TFLOP/s dense {spec.dtype}")
-    megatron_flops = None
-    if printed.flops_per_device_iteration is not None:
-        megatron_flops = printed.flops_per_device_iteration * devices
-        differ = abs(flops / megatron_flops - 1) > DISAGREEMENT + printed.rounding
-        if not differ and printed.rounding > _MAX_ROUNDING:
-            # The printed digits are too few to say by how much the two counts differ.
-            megatron_flops = None
+    megatron_flops = _count_printed_flops(printed, devices, flops)
+    notes = (peak_note, _compare_with_megatron(run, megatron_flops, flops))
     return replace(
         rates,
         printed_over_counted=megatron_flops / flops if megatron_flops else None,
         model_flops_per_iteration=flops,
         hardware_flops_per_iteration=hardware_flops,
         model_tflops_per_device=tflops_per_device,
-        mfu=tflops_per_device / peak if peak else None,
-        hfu=tflops_per_device * hardware_flops / flops / peak if peak else None,
+        mfu=mfu,
+        hfu=hfu,
         peak_tflops=peak,
         peak_source=source,
         formulas=tuple(formulas),
-        notes=tuple(filter(None, (note, _compare_with_megatron(run, megatron_flops, flops)))),
+        notes=tuple(note for note in notes if note),
     )
+
+
+def _count_printed_flops(printed: _PrintedThroughput, devices: int, flops: float) -> float | None:
+    """Return the FLOPs per iteration that Megatron's printed throughput means; None if they are unknown.
+
+    They are also unknown if they agree with `flops`, and the printed digits are too few to say by how much the two
+    counts differ.
+    """
+    if printed.flops_per_device_iteration is None:
+        return None
+    megatron_flops = printed.flops_per_device_iteration * devices
+    differ = abs(flops / megatron_flops - 1) > DISAGREEMENT + printed.rounding
+    if not differ and printed.rounding > _MAX_ROUNDING:
+        return None
+    return megatron_flops
 
 
 def attention_variant(run: Run) -> str:

@@ -7,7 +7,7 @@ split by the parts of an iteration, such as "gradient sync", from the runs' `tim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from parakit.artifacts.measurements import TimeRecord
@@ -270,11 +270,16 @@ def _split_iteration(times: TimeRecord) -> dict[str, float]:
     """Return the seconds per iteration by part, averaged over the ranks with a steady iteration."""
     ranks = [rank for rank in times.ranks if rank.iteration_seconds]
 
-    def spend(seconds_by_rank: Sequence[Mapping[Phase, float]], *phases: Phase) -> float:
-        return mean(sum(rank.get(phase, 0.0) for phase in phases) for rank in seconds_by_rank)
+    def total(*phases: Phase) -> float:
+        """Return the seconds of phases, with the communication inside them."""
+        return mean(sum(rank.phase_seconds.get(phase, 0.0) for phase in phases) for rank in ranks)
 
-    phases = [rank.phase_seconds for rank in ranks]
-    communication = [rank.communication_seconds for rank in ranks]
+    def communication(*phases: Phase) -> float:
+        """Return the seconds of communication inside phases."""
+        return mean(
+            sum(rank.communication_seconds.get(phase, 0.0) for phase in phases) for rank in ranks
+        )
+
     named_phases = (
         Phase.FORWARD,
         Phase.BACKWARD,
@@ -284,15 +289,13 @@ def _split_iteration(times: TimeRecord) -> dict[str, float]:
     )
     other_phases = [phase for phase in Phase if phase not in named_phases]
     return {
-        _FORWARD: spend(phases, Phase.FORWARD) - spend(communication, Phase.FORWARD),
-        _BACKWARD: spend(phases, Phase.BACKWARD) - spend(communication, Phase.BACKWARD),
-        "communication inside forward and backward": spend(
-            communication, Phase.FORWARD, Phase.BACKWARD
-        ),
-        "gradient sync": spend(phases, Phase.GRADIENT_SYNC),
-        "waiting for other pipeline stages": spend(phases, Phase.PIPELINE),
-        "the optimizer": spend(phases, Phase.OPTIMIZER),
-        "data, loss reduction and logging": spend(phases, *other_phases),
+        _FORWARD: total(Phase.FORWARD) - communication(Phase.FORWARD),
+        _BACKWARD: total(Phase.BACKWARD) - communication(Phase.BACKWARD),
+        "communication inside forward and backward": communication(Phase.FORWARD, Phase.BACKWARD),
+        "gradient sync": total(Phase.GRADIENT_SYNC),
+        "waiting for other pipeline stages": total(Phase.PIPELINE),
+        "the optimizer": total(Phase.OPTIMIZER),
+        "data, loss reduction and logging": total(*other_phases),
     }
 
 

@@ -116,26 +116,18 @@ def compare_calls(
     Calls in groups of one rank, and operations that move no data, are left out.
     """
     stage = configuration.parallelism.pipeline_rank(rank.rank)
-    measured_calls, predicted_calls = defaultdict(list), defaultdict(list)
-    # Each measured call counts +1 and each predicted call -1, so that calls on both sides cancel.
-    surplus: Counter[tuple[str, str, int]] = Counter()
+    measured_by_kind, predicted_by_kind = defaultdict(list), defaultdict(list)
     for call in rank.calls:
-        if call.ranks == 1 or call.operation in _SILENT:
-            continue
-        key = call.group, call.operation.value
-        measured_calls[key].append(call)
-        payload = _UNKNOWN_SIZE if call.group in _ROUTED else call.payload_bytes
-        surplus[*key, payload] += call.calls
+        if call.ranks > 1 and call.operation not in _SILENT:
+            measured_by_kind[call.group, call.operation.value].append(call)
     for prediction in rank_collectives(configuration, stage, megatron):
-        group = prediction.group.value
-        key = group, prediction.operation.value
-        predicted_calls[key].append(prediction)
-        payload = _UNKNOWN_SIZE if group in _ROUTED else prediction.payload_bytes
-        surplus[*key, payload] -= prediction.calls
-    rows = []
-    for group, operation in sorted({*measured_calls, *predicted_calls}):
-        measured = measured_calls[group, operation]
-        predicted = predicted_calls[group, operation]
+        kind = prediction.group.value, prediction.operation.value
+        predicted_by_kind[kind].append(prediction)
+    rows: list[CallRow] = []
+    unattributed: list[Unattributed] = []
+    for group, operation in sorted({*measured_by_kind, *predicted_by_kind}):
+        measured = measured_by_kind[group, operation]
+        predicted = predicted_by_kind[group, operation]
         descriptions = dict.fromkeys(call.description for call in predicted)
         row = CallRow(
             group,
@@ -147,8 +139,22 @@ def compare_calls(
             predicted_wire_bytes=sum(call.wire_bytes for call in predicted),
         )
         rows.append(row)
-    unattributed = [Unattributed(*kind, calls) for kind, calls in sorted(surplus.items()) if calls]
+        # Each measured call counts +1 and each predicted call -1, so that calls on both sides cancel.
+        surplus_by_payload: Counter[int] = Counter()
+        for call in measured:
+            surplus_by_payload[_matched_payload(group, call.payload_bytes)] += call.calls
+        for prediction in predicted:
+            payload = _matched_payload(group, prediction.payload_bytes)
+            surplus_by_payload[payload] -= prediction.calls
+        for payload, surplus in sorted(surplus_by_payload.items()):
+            if surplus:
+                unattributed.append(Unattributed(group, operation, payload, surplus))
     return CallComparison(rank.rank, tuple(rows), tuple(unattributed))
+
+
+def _matched_payload(group: str, payload_bytes: int) -> int:
+    """Return the payload by which a call is matched with predictions; `_UNKNOWN_SIZE` in groups of routed tokens."""
+    return _UNKNOWN_SIZE if group in _ROUTED else payload_bytes
 
 
 @dataclass(frozen=True)
@@ -208,21 +214,25 @@ def _add_predictions(evidence: PredictionEvidence, run: Run, spec: RunSpec) -> P
 
     Ranks outside of the run's world size are skipped, because their records may be from another run.
     """
-    communication, memory = run.measurements.communication, run.measurements.memory
     ranks = range(spec.parallelism.world_size)
-    calls = tuple(
-        compare_calls(spec, rank, detect_megatron_version(run))
-        for rank in (communication.ranks if communication else ())
-        if rank.rank in ranks and rank.steady_iterations
-    )
+    calls: list[CallComparison] = []
+    communication = run.measurements.communication
+    if communication is not None:
+        megatron = detect_megatron_version(run)
+        for rank_calls in communication.ranks:
+            if rank_calls.rank in ranks and rank_calls.steady_iterations:
+                calls.append(compare_calls(spec, rank_calls, megatron))
     components: list[ComponentResidual] = []
-    for rank in memory.ranks if memory else ():
-        if rank.rank in ranks:
-            components += compare_memory(spec, rank, detect_kernels(run))
+    memory = run.measurements.memory
+    if memory is not None:
+        kernels = detect_kernels(run)
+        for rank_memory in memory.ranks:
+            if rank_memory.rank in ranks:
+                components += compare_memory(spec, rank_memory, kernels)
     return replace(
         evidence,
         parameters=tuple(_compare_parameters(run, spec)),
-        calls=calls,
+        calls=tuple(calls),
         memory=tuple(components),
         bubble=compare_bubble(spec, evidence.times) if evidence.times else (),
         configuration=spec,

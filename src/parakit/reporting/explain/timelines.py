@@ -8,7 +8,7 @@ time. The report draws these pictures, and `parakit trace` does so for one run.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -38,6 +38,8 @@ MAX_RANKS = 16
 _WIDTH_INCHES = 9.0
 _LANE_HEIGHT, _CALL_HEIGHT = 0.62, 0.16
 """Heights of a rank's lane and of the thin lane of its calls; the distance between ranks is 1."""
+_CALL_DISTANCE = 0.02
+"""Distance between a lane and the thin lane of its calls."""
 _MIN_LABELLED_FRACTION = 0.012
 """Fraction of the time axis; passes that are shorter carry no number."""
 _JOINED_GAP_FRACTION = 1 / 1000
@@ -106,31 +108,42 @@ def read_trace(folder: Path, split: Parallelism, microbatches: int) -> tuple[Tra
     for rank in sorted({span.rank for span in spans}):
         spans_of_rank = [span for span in spans if span.rank == rank]
         spans_of_rank.sort(key=lambda span: (span.start_ms, -span.end_ms))
-        # The schedule knows the order of passes on this rank's stage, and the trace has their times.
-        steps = _list_steps(rank, split, microbatches)
-        for span in spans_of_rank:
-            upcoming = steps[_PASSES[span.name]] if span.name in _PASSES else []
-            numbered_spans.append(replace(span, step=upcoming.pop(0)) if upcoming else span)
+        numbered_spans += _number_passes(spans_of_rank, _list_steps(rank, split, microbatches))
     return tuple(numbered_spans)
+
+
+def _number_passes(
+    spans: Sequence[TraceSpan], steps: Mapping[Pass, Sequence[Step]]
+) -> Iterator[TraceSpan]:
+    """Yield a rank's spans, and give each pass its step.
+
+    The schedule knows the order of passes on the rank's stage, and the trace has their times. Passes beyond the
+    schedule's last step get no step.
+    """
+    upcoming_steps = {direction: iter(steps[direction]) for direction in steps}
+    for span in spans:
+        if span.name in _PASSES:
+            step = next(upcoming_steps[_PASSES[span.name]], None)
+            yield replace(span, step=step)
+        else:
+            yield span
 
 
 def _list_steps(rank: int, split: Parallelism, microbatches: int) -> dict[Pass, list[Step]]:
     """Return a rank's forward and backward steps in the order in which its schedule runs them."""
+    steps_by_direction: dict[Pass, list[Step]] = {direction: [] for direction in _PASSES.values()}
     if split.pipeline == 1:
-        return {
-            direction: [Step(direction, number) for number in range(microbatches)]
-            for direction in _PASSES.values()
-        }
+        for direction, steps in steps_by_direction.items():
+            steps += [Step(direction, number) for number in range(microbatches)]
+        return steps_by_direction
     timeline = simulate_schedule(
         split.executed_schedule, split.pipeline, microbatches, virtual=split.virtual_stages
     )
     stage = split.pipeline_rank(rank)
-    events = sorted(timeline.events, key=lambda event: event.start)
-    steps = [event.step for event in events if event.worker == stage]
-    return {
-        direction: [step for step in steps if step.direction is direction]
-        for direction in _PASSES.values()
-    }
+    for event in sorted(timeline.events, key=lambda event: event.start):
+        if event.worker == stage and event.step.direction in steps_by_direction:
+            steps_by_direction[event.step.direction].append(event.step)
+    return steps_by_direction
 
 
 def select_passes(pieces: Iterable[TraceSpan]) -> list[TraceSpan]:
@@ -263,7 +276,7 @@ def _draw_panels(figure: Figure, scene: Scene) -> None:
 def _draw_panel(
     axes: Axes, spans: Sequence[TraceSpan], *, origin: float, length: float, names: Sequence[str]
 ) -> None:
-    """Draw a panel with one horizontal lane per rank.
+    """Draw a panel with one horizontal lane per rank: waiting, passes and phases, and calls below them.
 
     Args:
         axes: The panel.
@@ -273,48 +286,60 @@ def _draw_panel(
         names: Name of each lane, by rank.
     """
     lanes = {rank: lane for lane, rank in enumerate(sorted({span.rank for span in spans}))}
-    if passes := select_passes(spans):
+    passes = select_passes(spans)
+    if passes:
         # The grey of waiting lies below everything, from the first to the last pass of all ranks.
         start, end = _time_range(passes)
         for lane in lanes.values():
-            extent = (lane - _LANE_HEIGHT / 2, _LANE_HEIGHT)
-            axes.broken_barh([(start - origin, end - start)], extent, facecolor=IDLE, linewidth=0)
+            waiting = [(start - origin, end - start)]
+            axes.broken_barh(waiting, _extent_of_lane(lane), facecolor=IDLE, linewidth=0)
     for span in spans:
         _draw_span(axes, span, lane=lanes[span.rank], origin=origin, length=length)
     for rank, lane in lanes.items():
         calls = [span for span in spans if span.is_call and span.rank == rank]
         joined_calls = _join_calls(calls, gap=_JOINED_GAP_FRACTION * length)
         bars = [(start - origin, end - start) for start, end in joined_calls]
-        extent = (lane + _LANE_HEIGHT / 2 + 0.02, _CALL_HEIGHT)
-        axes.broken_barh(bars, extent, facecolor=_CALL_COLOUR, linewidth=0)
+        below_lane = (lane + _LANE_HEIGHT / 2 + _CALL_DISTANCE, _CALL_HEIGHT)
+        axes.broken_barh(bars, below_lane, facecolor=_CALL_COLOUR, linewidth=0)
     axes.set_yticks(range(len(lanes)), list(names))
+    # The first lane is at the top.
     axes.set_ylim(len(lanes) - 0.45, -0.45)
     axes.set_xlim(0, length)
     axes.spines[["left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
 
 
+def _extent_of_lane(lane: int) -> tuple[float, float]:
+    """Return the lower edge and the height of a lane's bars on the vertical axis."""
+    return lane - _LANE_HEIGHT / 2, _LANE_HEIGHT
+
+
 def _draw_span(axes: Axes, span: TraceSpan, *, lane: int, origin: float, length: float) -> None:
     """Draw a pass with its number, or a phase. Spans of other kinds are not drawn."""
     start, width = span.start_ms - origin, span.milliseconds
-    extent = (lane - _LANE_HEIGHT / 2, _LANE_HEIGHT)
+    extent = _extent_of_lane(lane)
     if span.step is None:
         colour = _PHASE_COLOURS.get(span.category)
         if colour is not None:
             axes.broken_barh([(start, width)], extent, facecolor=colour, linewidth=0)
         return
-    shades = FORWARD if span.step.direction is Pass.FORWARD else BACKWARD
+    even_colour, odd_colour = FORWARD if span.step.direction is Pass.FORWARD else BACKWARD
     is_odd_chunk = span.step.chunk % 2 == 1
-    colour = shades[1] if is_odd_chunk else shades[0]
+    colour = odd_colour if is_odd_chunk else even_colour
     axes.broken_barh([(start, width)], extent, facecolor=colour, linewidth=0.4, edgecolor="white")
-    if width > _MIN_LABELLED_FRACTION * length:
-        look: dict[str, Any] = {"ha": "center", "va": "center", "fontsize": 8, "clip_on": True}
-        number = axes.text(
-            *(start + width / 2, lane, str(span.step.microbatch + 1)),
-            color="black" if is_odd_chunk else "white",
-            **look,
-        )
-        number.set_in_layout(False)
+    if width <= _MIN_LABELLED_FRACTION * length:
+        return
+    number = axes.text(
+        start + width / 2,
+        lane,
+        str(span.step.microbatch + 1),
+        color="black" if is_odd_chunk else "white",
+        ha="center",
+        va="center",
+        fontsize=8,
+        clip_on=True,
+    )
+    number.set_in_layout(False)
 
 
 def _join_calls(calls: Sequence[TraceSpan], gap: float) -> list[tuple[float, float]]:
@@ -442,14 +467,13 @@ def find_run(wanted: str | None, root: Path) -> Run:
     """
     if wanted and Path(wanted).is_dir():
         return load_folder(Path(wanted))
-    target = (wanted or "").removeprefix("train-").removeprefix("trace-")
-    folders = [
-        folder
-        for folder in find_run_folders(root)
-        if not target or folder.name.endswith(f"-{target}")
-    ]
+    folders = find_run_folders(root)
+    of_target = ""
+    if wanted:
+        target = wanted.removeprefix("train-").removeprefix("trace-")
+        folders = [folder for folder in folders if folder.name.endswith(f"-{target}")]
+        of_target = f"of {target} "
     if not folders:
-        of_target = f"of {target} " if target else ""
         raise NoTraceError(
             f"There is no run {of_target}in {root}; make trace-<strategy>-<model>-<N>cpu trains one."
         )

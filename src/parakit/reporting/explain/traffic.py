@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from parakit.artifacts.measurements import TimeRecord
 from parakit.costs import Phase
 from parakit.formatting.units import DASH, amount, count, joined
 from parakit.reporting.analyse.statistics import describe_ratio
@@ -214,20 +215,25 @@ def _measure_traffic(subject: Subject) -> _Traffic | None:
     rank = max(record.ranks, key=lambda candidate: candidate.wire_bytes)
     pass_calls = [call for call in rank.calls if call.phase in _PASSES and call.ranks > 1]
     sync_calls = [call for call in rank.calls if call.phase is Phase.GRADIENT_SYNC]
-    waiting_fraction = None
-    if times is not None:
-        waiting_fraction = mean(
-            sum(rank_time.communication_seconds.get(phase, 0.0) for phase in _PASSES)
-            / rank_time.iteration_seconds
-            for rank_time in times.ranks
-            if rank_time.iteration_seconds
-        )
     return _Traffic(
         pass_bytes=sum(call.wire_bytes for call in pass_calls),
         pass_calls=sum(call.calls for call in pass_calls),
         gradient_bytes=sum(call.wire_bytes for call in sync_calls),
-        waiting_fraction=waiting_fraction,
+        waiting_fraction=None if times is None else _mean_waiting_fraction(times),
     )
+
+
+def _mean_waiting_fraction(times: TimeRecord) -> float:
+    """Return the fraction of an iteration that communication inside passes takes, averaged over the ranks.
+
+    Ranks without a timed iteration are left out. The fraction is 0 if there are no other ranks.
+    """
+    fractions = []
+    for rank in times.ranks:
+        if rank.iteration_seconds:
+            waiting_seconds = sum(rank.communication_seconds.get(phase, 0.0) for phase in _PASSES)
+            fractions.append(waiting_seconds / rank.iteration_seconds)
+    return mean(fractions)
 
 
 def _compare_traffic(subject: Subject, other: Subject) -> str:
@@ -238,15 +244,19 @@ def _compare_traffic(subject: Subject, other: Subject) -> str:
     traffic, counterpart = _measure_traffic(subject), _measure_traffic(other)
     if traffic is None or counterpart is None:
         return ": a comm.json is missing."
-    ratio = traffic.pass_bytes / counterpart.pass_bytes if counterpart.pass_bytes else float("inf")
-    fractions = [
-        DASH if measured.waiting_fraction is None else f"{measured.waiting_fraction:.0%}"
-        for measured in (traffic, counterpart)
-    ]
+    ratio = float("inf")
+    if counterpart.pass_bytes:
+        ratio = traffic.pass_bytes / counterpart.pass_bytes
     return (
         f", in forward and backward: {amount(traffic.pass_bytes)} instead of {amount(counterpart.pass_bytes)} on"
         f" the wire ({describe_ratio(ratio)}), in {count(traffic.pass_calls)} instead of"
-        f" {count(counterpart.pass_calls)} calls. Waiting for them takes {fractions[0]} instead of"
-        f" {fractions[1]} of the iteration. In addition {subject.label} sums"
+        f" {count(counterpart.pass_calls)} calls. Waiting for them takes"
+        f" {_format_fraction(traffic.waiting_fraction)} instead of"
+        f" {_format_fraction(counterpart.waiting_fraction)} of the iteration. In addition {subject.label} sums"
         f" {amount(traffic.gradient_bytes)} of gradients, {other.label} {amount(counterpart.gradient_bytes)}."
     )
+
+
+def _format_fraction(fraction: float | None) -> str:
+    """Return a fraction in percent, or a dash if it is unknown."""
+    return DASH if fraction is None else f"{fraction:.0%}"

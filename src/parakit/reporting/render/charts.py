@@ -161,18 +161,16 @@ def _limited(text: str, drawn: Sequence[object], limit: int) -> str:
 
 
 def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
-    """Draw the iteration times of each row; samples far beyond the others are arrows at the edge."""
+    """Draw the iteration times of each row. Samples far beyond the others are arrows at the edge."""
     figure.set_size_inches(WIDTH_INCHES, 0.8 + 0.44 * len(entries))
     axes = figure.add_subplot()
     # With many rows each has fewer dots, because drawing a dot takes as long as reading a line.
     max_dots = min(_MAX_DOTS, max(_MIN_DOTS, _MAX_DOTS_OF_ALL_ROWS // len(entries)))
-    samples_by_row, reaches = [], []
-    for entry in entries:
-        samples = _select_samples(entry, max_dots)
-        samples_by_row.append(samples)
-        # The axis is long enough for all but a twentieth of the samples.
-        quantile = sorted(samples)[min(len(samples) - 1, int(0.95 * len(samples)))]
-        reaches.append(max(quantile, entry.interval[1] if entry.interval else 0))
+    samples_by_row = [_select_samples(entry, max_dots) for entry in entries]
+    reaches = [
+        _needed_length(entry, samples)
+        for entry, samples in zip(entries, samples_by_row, strict=True)
+    ]
     edge = 1.05 * max(reaches)
     for row, samples in enumerate(samples_by_row):
         _draw_dots(axes, row, samples, edge)
@@ -191,6 +189,16 @@ def draw_times(figure: Figure, entries: Sequence[Entry]) -> None:
     axes.set_xlim(0, edge)
     axes.set_xlabel("ms per iteration (right: median)")
     add_grid(axes, "x")
+
+
+def _needed_length(entry: Entry, samples: Sequence[float]) -> float:
+    """Return the milliseconds that the axis needs for a row: its interval, and all but a twentieth of its samples."""
+    index = min(len(samples) - 1, int(0.95 * len(samples)))
+    quantile = sorted(samples)[index]
+    if entry.interval is None:
+        return quantile
+    _, high = entry.interval
+    return max(quantile, high)
 
 
 def _select_samples(entry: Entry, max_samples: int) -> list[float]:

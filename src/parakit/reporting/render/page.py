@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from markupsafe import Markup
 
@@ -129,19 +130,21 @@ def _build_column[R](table: Table[R], column: Column[R]) -> list[PageCell]:
         usual_kind = "number"
     cells = []
     for row, text in zip(table.rows, texts, strict=True):
-        value = column.value(row)
-        # A value of several parts sorts by its first part.
-        key = value[0] if isinstance(value, tuple) else value
-        if key is None:
-            key = ""
         kind = usual_kind
         if column.style and text not in ("", DASH):
-            kind = f"pill {column.name.lower()} {text.split('@')[0].replace(' ', '-')}"
+            verdict = text.split("@")[0].replace(" ", "-")
+            kind = f"pill {column.name.lower()} {verdict}"
         why_empty = ""
         if text == DASH:
             why_empty = column.why if isinstance(column.why, str) else column.why(row)
-        cells.append(PageCell(text, key, kind, why_empty))
+        cells.append(PageCell(text, _sort_key(column.value(row)), kind, why_empty))
     return cells
+
+
+def _sort_key(value: Any) -> Any:
+    """Return the value by which the page sorts a cell. A value of several parts sorts by its first part."""
+    key = value[0] if isinstance(value, tuple) else value
+    return "" if key is None else key
 
 
 def list_provenance(entry: Entry) -> Mapping[str, str]:

@@ -238,31 +238,27 @@ def _build_plot(
         return None
     may_coincide = name in _MAY_COINCIDE
     coinciding = _find_coinciding_curves(curves) if merges and may_coincide else {}
-    shown = [index for index in curves if index not in coinciding]
-    drawn = shown[:MAX_SERIES]
+    distinct = [index for index in curves if index not in coinciding]
+    drawn = distinct[:MAX_SERIES]
     text = _TEXTS.get(name, f"{title} by iteration, of the newest run of each row.")
-    if len(shown) > len(drawn):
-        text += f" The first {len(drawn)} of {len(shown)} rows."
+    if len(distinct) > len(drawn):
+        text += f" The first {len(drawn)} of {len(distinct)} rows."
     # The title names the model, so the labels need not.
     labels = _label_merged_curves([entry.label for entry in entries], coinciding)
-    series = []
-    for index in drawn:
+
+    def build_series(index: int) -> Series:
+        run = entries[index].run
         iterations, values = curves[index]
-        drawn_series = _build_series(labels[index], index, entries[index].run, iterations, values)
-        if name == "losses":
-            drawn_series = _add_means(drawn_series, iterations, values)
-            drawn_series = _add_progress(drawn_series, entries[index].run)
-        series.append(drawn_series)
-    coinciding_series: list[Series] = []
+        series = _build_series(labels[index], index, run, iterations, values)
+        if name != "losses":
+            return series
+        return _add_progress(_add_means(series, iterations, values), run)
+
+    series_that_coincide: list[Series] = []
     if name == "losses":
         # Runs with equal losses by iteration may need different times for them.
-        for index in list(coinciding)[: MAX_SERIES - len(drawn)]:
-            iterations, values = curves[index]
-            hidden_series = _build_series(
-                labels[index], index, entries[index].run, iterations, values
-            )
-            hidden_series = _add_means(hidden_series, iterations, values)
-            coinciding_series.append(_add_progress(hidden_series, entries[index].run))
+        num_free = MAX_SERIES - len(drawn)
+        series_that_coincide = [build_series(index) for index in list(coinciding)[:num_free]]
     marks = _list_marks(name, [entries[index] for index in drawn], names_rows=len(indexes) > 1)
     return Plot(
         name=name,
@@ -270,11 +266,11 @@ def _build_plot(
         title=title,
         text=text,
         unit=unit,
-        series=tuple(series),
+        series=tuple(build_series(index) for index in drawn),
         marks=marks,
         clip=clip,
         overlap=may_coincide,
-        coinciding=tuple(coinciding_series),
+        coinciding=tuple(series_that_coincide),
     )
 
 
@@ -384,23 +380,28 @@ _PARTS_OF_CURVE = 25
 
 
 def _add_means(series: Series, x: NDArray[np.int64], y: NDArray[np.float64]) -> Series:
-    """Return the curve with a moving mean of all values, at each of its points; a short curve is returned unchanged.
+    """Return the curve with a moving mean at each of its points. A short curve is returned unchanged.
+
+    The mean is over all values around the point, also over those that the curve does not show.
 
     Args:
         series: The curve as it is drawn.
-        x: All iterations of the curve, of which `series` has some.
+        x: All iterations, some of which the curve shows.
         y: Values of all iterations.
     """
     if len(y) < _MIN_SMOOTHED:
         return series
-    half = max(2, len(y) // _PARTS_OF_CURVE // 2)
-    sums = np.concatenate([[0.0], np.cumsum(y)])
+    half_window = max(2, len(y) // _PARTS_OF_CURVE // 2)
     centres = np.arange(len(y))
     # At the ends the window gets narrower on both sides, so that it stays symmetric.
-    reach = np.minimum(half, np.minimum(centres, len(y) - 1 - centres))
-    means = (sums[centres + reach + 1] - sums[centres - reach]) / (2 * reach + 1)
-    shown = means[np.searchsorted(x, series.x)]
-    return replace(series, means=[float(f"{mean:.7g}") for mean in shown.tolist()])
+    distance_to_end = np.minimum(centres, len(y) - 1 - centres)
+    reach = np.minimum(half_window, distance_to_end)
+    # A difference of two cumulative sums is the sum over a window.
+    cumulative_sums = np.concatenate([[0.0], np.cumsum(y)])
+    window_sums = cumulative_sums[centres + reach + 1] - cumulative_sums[centres - reach]
+    means = window_sums / (2 * reach + 1)
+    shown_means = means[np.searchsorted(x, series.x)]
+    return replace(series, means=[float(f"{mean:.7g}") for mean in shown_means.tolist()])
 
 
 def _add_progress(series: Series, run: Run) -> Series:
@@ -409,17 +410,20 @@ def _add_progress(series: Series, run: Run) -> Series:
     Tokens need a batch size and a sequence length that hold for the whole run. Seconds need the time of every
     iteration of the log, from the first iteration on.
     """
-    batch, sequence, table = run.global_batch_size, run.seq_length, run.log.iterations
+    table = run.log.iterations
     tokens: list[int] = []
-    sizes = table.values("global_batch_size")[table.known("global_batch_size")]
-    has_constant_batch = bool(np.all(sizes == batch)) if len(sizes) else True
+    batch, sequence = run.global_batch_size, run.seq_length
+    known_batches = table.values("global_batch_size")[table.known("global_batch_size")]
+    has_constant_batch = bool(np.all(known_batches == batch))
     if batch and sequence and has_constant_batch:
         tokens = [iteration * batch * sequence for iteration in series.x]
-    milliseconds, numbers = table.values("elapsed_ms"), table.numbers
     seconds: list[float] = []
+    milliseconds = table.values("elapsed_ms")
+    is_timed = bool(np.all(table.known("elapsed_ms") & np.isfinite(milliseconds)))
     # Without the first iterations, or with a gap, a sum would be the time of a part of the run.
-    is_complete = len(numbers) > 0 and np.array_equal(numbers, np.arange(1, len(numbers) + 1))
-    if is_complete and bool(np.all(table.known("elapsed_ms") & np.isfinite(milliseconds))):
+    every_iteration = np.arange(1, len(table.numbers) + 1)
+    is_complete = len(every_iteration) > 0 and np.array_equal(table.numbers, every_iteration)
+    if is_complete and is_timed:
         ends = np.cumsum(milliseconds) / _MS_PER_SECOND
         seconds = [float(f"{ends[iteration - 1]:.7g}") for iteration in series.x]
     return replace(series, tokens=tokens, seconds=seconds)

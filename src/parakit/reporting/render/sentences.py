@@ -329,10 +329,14 @@ def _summarize_speeds(report: Report) -> list[str]:
 
 def _uncompared_sentences(report: Report) -> list[str]:
     """Return one sentence on the logs that cannot be compared with any other log; empty if there are no such logs."""
+    timed_logs = [entry for entry in report.entries if entry.run.is_foreign and entry.estimate]
     references = {entry.speed.reference for entry in report.entries if entry.speed}
-    timed = [entry for entry in report.entries if entry.run.is_foreign and entry.estimate]
-    uncompared = [entry for entry in timed if not entry.speed and entry.run.name not in references]
-    if len(timed) < 2 or not uncompared:
+    uncompared = []
+    for entry in timed_logs:
+        is_compared = entry.speed is not None or entry.run.name in references
+        if not is_compared:
+            uncompared.append(entry)
+    if len(timed_logs) < 2 or not uncompared:
         return []
     verb, whose = ("is", "its") if len(uncompared) == 1 else ("are", "their")
     names = join_first_names([entry.label for entry in uncompared])
