@@ -257,6 +257,11 @@ SECTIONS = {
             required=("CKPT", "STRATEGY", "TO"), packages=("torch",),
             example="CKPT=runs/…/checkpoints STRATEGY=tp2dp2-zero1 TO=folder"),
     ),
+    "For agents": (
+        Command("mcp", "parakit.mcp_server:serve",
+            "serve plan, estimate, report, why-hang, inspect and verify results as tools over stdin and stdout",
+            packages=("mcp",)),
+    ),
     "Working on the kit": (
         Command("test", "", "run the default tests"),
         Command("test-slow", "", "run the long tests", (v.MEGATRON_LM,)),
@@ -284,6 +289,8 @@ BENCHES = (
         "compare our planner with Calculon and SimuMax on published measurements",
         (v.CALCULON, v.SIMUMAX), required=("CALCULON|SIMUMAX",),
         example='ARGS="--calculon ../calculon --simumax ../SimuMax"'),
+    Command("bench NAME=questions", "tests.bench.questions:bench_questions",
+        "grade the planner by 120 questions with measured answers", (v.SEED, v.JSON)),
     Command("bench NAME=verify", "tests.verify.bench:main",
         "check that verify finds injected bugs, and none in healthy strategies", on_host=True),
     Command("bench NAME=bf16", "parakit.experiments.matrix.commands:run_bf16_bench",

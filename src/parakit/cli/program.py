@@ -30,7 +30,7 @@ from parakit.cli.options import (
 from parakit.config.files import ROOT
 from parakit.config.settings import SETTINGS
 
-EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train"}
+EXTRAS = {"matplotlib": "charts", "torch": "train", "megatron": "train", "mcp": "mcp"}
 """The extra of the wheel that installs a package, by package. Other optional packages are in `data`."""
 
 FAMILIES = {

@@ -220,16 +220,29 @@ def evaluate_choices(residuals: Residuals, across_releases: bool = False) -> lis
     `across_releases` is True, the release of the container may differ. If a strategy was measured more than once, its
     median time counts.
     """
-    groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
-    for item in residuals.predicted:
-        if item.seconds is not None and item.measurement.metric not in _DERIVED:
-            groups[_job_key(item, across_releases)].append(item)
     choices = []
-    for items in groups.values():
+    for items in group_by_job(residuals, across_releases):
         choice = _evaluate_group(items)
         if choice is not None:
             choices.append(choice)
     return choices
+
+
+def group_by_job(residuals: Residuals, across_releases: bool = False) -> list[list[Residual]]:
+    """Return the timed measurements grouped by job: source, model, devices, batch, recomputation and software.
+
+    The measurements of a group differ only in strategy, or repeat one. Rates that are derived from other figures are
+    left out.
+
+    Args:
+        residuals: Measurements with their predictions.
+        across_releases: True puts measurements of different releases of the container into one group.
+    """
+    groups: dict[tuple[object, ...], list[Residual]] = defaultdict(list)
+    for item in residuals.predicted:
+        if item.seconds is not None and item.measurement.metric not in _DERIVED:
+            groups[_job_key(item, across_releases)].append(item)
+    return list(groups.values())
 
 
 def _job_key(item: Residual, across_releases: bool) -> tuple[object, ...]:
