@@ -89,12 +89,12 @@ def install_beside(constraints: str, asked: str, lock: str) -> int:
     if installer.has(asked, constraints):
         return 0
     locked = packages_of(Path(lock).read_text())
-    resolved = installer.resolved(
-        asked, constraints, [_match_installed_version(package) for package in locked]
-    )
-    versions = {package.split()[0] for package in locked}
-    names = [package.split()[0] for package in resolved]
-    different = [name for name in names if name not in versions]
+    preferred = [_match_installed_version(package) for package in locked]
+    resolved = installer.resolved(asked, constraints, preferred)
+    # A package is `NAME==VERSION`, followed by its hashes.
+    locked_versions = {package.split()[0] for package in locked}
+    resolved_versions = [package.split()[0] for package in resolved]
+    different = [version for version in resolved_versions if version not in locked_versions]
     if different:
         print(f"  Not as in {lock}: {', '.join(different)}", file=sys.stderr)
     return installer.install(resolved)
@@ -154,7 +154,9 @@ def find_uv() -> tuple[Path | None, str]:
     if answer.returncode:
         lines = answer.stderr.strip().splitlines() or [f"exit code {answer.returncode}"]
         return None, f"pip cannot install {pinned.split()[0]}: {lines[-1]}"
-    return (installed, "") if runs(installed) else (None, f"{installed} does not run here")
+    if not runs(installed):
+        return None, f"{installed} does not run here"
+    return installed, ""
 
 
 @contextmanager
@@ -282,8 +284,9 @@ def uv_environment(settings: Mapping[str, str], environment: Mapping[str, str]) 
     """
     variables = {"UV_INDEX_STRATEGY": "unsafe-best-match"}
     for name, (variable, separator) in UV_VARIABLES.items():
-        if value := settings.get(name, "").split():
-            variables[variable] = separator.join(value) if separator else value[0]
+        values = settings.get(name, "").split()
+        if values:
+            variables[variable] = separator.join(values) if separator else values[0]
     return {**variables, **environment}
 
 

@@ -75,9 +75,11 @@ def find_in_file(name: str, text: str) -> Iterator[StyleFinding]:
     is_test = name.startswith("tests/")
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            if not is_test:
-                yield from _find_in_docstring(name, node)
-            if not is_test and not isinstance(node, ast.ClassDef) and _PREPOSITION.match(node.name):
+            if is_test:
+                continue
+            yield from _find_in_docstring(name, node)
+            is_function = not isinstance(node, ast.ClassDef)
+            if is_function and _PREPOSITION.match(node.name):
                 yield StyleFinding(PREPOSITION, name, node.lineno, node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             if node.id in _PRONOUNS:
@@ -149,23 +151,24 @@ def main(arguments: Sequence[str]) -> int:
     texts = read_sources(paths)
     findings = [finding for name, text in texts.items() for finding in find_in_file(name, text)]
     findings += find_shared_classes(texts)
-    counts = count_findings(findings)
     if paths:
         for finding in findings:
             print(f"{finding.file}:{finding.line}: {finding.rule}: {finding.text}")
         return 0
+    counts = count_findings(findings)
     limits = json.loads(COUNTS.read_text())
-    risen = [rule for rule in RULES if counts[rule] > limits[rule]]
-    for rule in risen:
+    risen_rules = [rule for rule in RULES if counts[rule] > limits[rule]]
+    for rule in risen_rules:
         print(
             f"{counts[rule]} of: {rule}; at most {limits[rule]} are allowed (STYLE.md). Among them:"
         )
-        for finding in [finding for finding in findings if finding.rule == rule][-SHOWN:]:
+        findings_of_rule = [finding for finding in findings if finding.rule == rule]
+        for finding in findings_of_rule[-SHOWN:]:
             print(f"  {finding.file}:{finding.line}: {finding.text}")
     if "--update" in arguments:
         lower = {rule: min(counts[rule], limits[rule]) for rule in RULES}
         COUNTS.write_text(json.dumps(lower, indent=2) + "\n")
-    return int(bool(risen))
+    return 1 if risen_rules else 0
 
 
 if __name__ == "__main__":

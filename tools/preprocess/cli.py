@@ -69,12 +69,7 @@ def main(arguments: Sequence[str], program: str = PROGRAM) -> int:
     if not argv or argv[0] not in (*_COMMANDS, "-h", "--help"):
         argv.insert(0, "run")
     try:
-        for flag in (word.partition("=")[0] for word in argv):
-            if flag in _UPSTREAM:
-                raise DatasetError(
-                    f"{flag} is a flag of Megatron's preprocess_data.py, not of this tool: "
-                    f"{_UPSTREAM[flag]}."
-                )
+        _refuse_upstream_flags(argv)
         flags = command_line(program).parse_args(argv)
         return int(flags.command(flags))
     except DatasetError as error:
@@ -83,6 +78,17 @@ def main(arguments: Sequence[str], program: str = PROGRAM) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command resumes from the last commit.", file=sys.stderr)
         return INTERRUPTED
+
+
+def _refuse_upstream_flags(argv: Sequence[str]) -> None:
+    """Raise DatasetError for a flag of Megatron's script that this tool lacks; the message says what to use."""
+    for argument in argv:
+        flag = argument.partition("=")[0]
+        if flag in _UPSTREAM:
+            raise DatasetError(
+                f"{flag} is a flag of Megatron's preprocess_data.py, not of this tool: "
+                f"{_UPSTREAM[flag]}."
+            )
 
 
 def command_line(program: str = PROGRAM) -> argparse.ArgumentParser:
@@ -118,8 +124,10 @@ def _number(flag: str, least: int, unit: float = 1) -> Callable[[str], int]:
 
     def read(text: str) -> int:
         value = int(text) if unit == 1 else float(text)
-        if value < 0 or value == 0 < least:
-            raise DatasetError(f"{flag} {value:g} is {'not positive' if least else 'negative'}.")
+        if value <= 0 and least == 1:
+            raise DatasetError(f"{flag} {value:g} is not positive.")
+        if value < 0:
+            raise DatasetError(f"{flag} {value:g} is negative.")
         return max(least, round(value * unit))
 
     return read
@@ -181,7 +189,9 @@ def _run(flags: Flags) -> int:
     del fields["command"]
     for dataset in preprocess(PreprocessOptions(**fields)):
         print(_summary(dataset))
-        for kind, count in (dataset.manifest.problems if dataset.manifest else {}).items():
+        if dataset.manifest is None:
+            continue
+        for kind, count in dataset.manifest.problems.items():
             print(f"  {count:,} × {kind}")
     return 0
 
@@ -244,17 +254,17 @@ def _hub(flags: Flags) -> int:
     Repeating it resumes. (--input hub:NAME streams instead.)
     """
     prefix: Path = flags.output_prefix
-    made = prefix.with_name(f"{prefix.name}_text_document")
+    dataset_prefix = prefix.with_name(f"{prefix.name}_text_document")
+    code = 0
     try:
-        print(f"{_summary(open_dataset(made))}, made before")
-        code = 0
-    except DatasetError:
+        print(f"{_summary(open_dataset(dataset_prefix))}, made before")
+    except DatasetError:  # There is no data set yet.
         lines = prefix.with_name(prefix.name + ".jsonl")
         if not lines.is_file():
             Hub(flags.name, flags.hub_config, flags.hub_split).fetch("text", lines)
         code = _run_gpt2(lines, prefix)
     if code == 0 and flags.name == OPENWEBTEXT:
-        print(comparison(open_dataset(made)))
+        print(comparison(open_dataset(dataset_prefix)))
     return code
 
 

@@ -81,18 +81,27 @@ class Parser:
             content: `Block.content`: lines of JSON, columns of a table, or a Problem, which is returned as the only
                 row.
         """
-        if isinstance(content, Problem):
-            return [content]
-        if isinstance(content, bytes | bytearray):
-            rows = self._parse_lines(content)
-        else:  # Columns of a table: one Arrow array per key.
-            columns: Any = content
-            texts = zip(*(column.to_pylist() for column in columns), strict=True)
-            rows = [
-                _check_texts(self.keys, dict(zip(self.keys, row, strict=True))) for row in texts
-            ]
+        match content:
+            case Problem():
+                return [content]
+            case bytes() | bytearray():
+                rows = self._parse_lines(content)
+            case _:
+                rows = self._parse_columns(content)
         if self._max_bytes is not None:
             rows = [self._refuse_large(row, self._max_bytes) for row in rows]
+        return rows
+
+    def _parse_columns(self, columns: Any) -> list[Row]:
+        """Return the rows of a table.
+
+        Args:
+            columns: One Arrow array per key, in the order of the keys.
+        """
+        values_by_key = [column.to_pylist() for column in columns]
+        rows = []
+        for values in zip(*values_by_key, strict=True):
+            rows.append(_check_texts(self.keys, dict(zip(self.keys, values, strict=True))))
         return rows
 
     def _parse_lines(self, data: bytes | bytearray) -> list[Row]:
@@ -149,23 +158,33 @@ def _check_texts(keys: Sequence[str], row: Mapping[str, Any]) -> Row:
     for key in keys:
         if key not in row:
             return Problem(ProblemKind.MISSING_KEY, f"'{key}'")
-        value = row[key]
-        if value is None:
-            return Problem(ProblemKind.NULL_TEXT, f"key '{key}'")
+        text = _check_text(key, row[key])
+        if isinstance(text, Problem):
+            return text
+        texts.append(text)
+    return texts
+
+
+def _check_text(key: str, value: Any) -> Text | Problem:
+    """Return the text or the sentences that a key holds, or the Problem with them."""
+    if value is None:
+        return Problem(ProblemKind.NULL_TEXT, f"key '{key}'")
+    text = value
+    if isinstance(value, bytes):  # Tables give bytes.
         try:
-            if isinstance(value, bytes):  # Tables give bytes.
-                value = value.decode()
-            sentences = value if isinstance(value, list) else [value]
-            if not all(isinstance(sentence, str) for sentence in sentences):
-                return Problem(ProblemKind.NOT_TEXT, f"key '{key}' holds {type(value).__name__}")
-            for sentence in sentences:
-                utf8_size(sentence)
+            text = value.decode()
         except UnicodeDecodeError as error:
             return Problem(ProblemKind.INVALID_UTF8, f"byte {error.start + 1} of '{key}'")
-        except UnicodeEncodeError:
-            return Problem(ProblemKind.INVALID_UTF8, f"key '{key}' holds half a surrogate pair")
-        texts.append(value)
-    return texts
+    sentences = text if isinstance(text, list) else [text]
+    if not all(isinstance(sentence, str) for sentence in sentences):
+        return Problem(ProblemKind.NOT_TEXT, f"key '{key}' holds {type(text).__name__}")
+    try:
+        for sentence in sentences:
+            utf8_size(sentence)
+    except UnicodeEncodeError:
+        return Problem(ProblemKind.INVALID_UTF8, f"key '{key}' holds half a surrogate pair")
+    checked: Text = text
+    return checked
 
 
 def utf8_size(text: str) -> int:

@@ -69,12 +69,15 @@ class GigatokenEncoder:
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """Encode texts into one flat array, as `Encoder.encode` describes."""
-        layout = self._get_native(sum(map(len, texts))).encode_batch(texts, parallel=False).layout
+        native = self._get_native(size=sum(map(len, texts)))
+        layout = native.encode_batch(texts, parallel=False).layout
         ids, offsets = np.asarray(layout.content.data), np.asarray(layout.offsets.data)
-        if len(self._prefix) + len(self._suffix):
-            rows = _split_rows(ids, offsets)
-            return _join_rows([np.concatenate((self._prefix, row, self._suffix)) for row in rows])
-        return ids, offsets
+        if not len(self._prefix) and not len(self._suffix):
+            return ids, offsets
+        rows = []
+        for row in _split_rows(ids, offsets):
+            rows.append(np.concatenate((self._prefix, row, self._suffix)))
+        return _join_rows(rows)
 
     def _get_native(self, size: int) -> Any:
         """Return the native tokenizer. If its cache of words has grown too large, load a new one first.
@@ -86,7 +89,8 @@ class GigatokenEncoder:
         """
         with self._lock:
             self._since_load += size
-            if self._since_load > _LEAST_CHARACTERS and _resident_bytes() > self._most_bytes:
+            may_reload = self._since_load > _LEAST_CHARACTERS
+            if may_reload and _resident_bytes() > self._most_bytes:
                 self._native = _load_gigatoken(self._spec)
                 self._since_load = 0
             return self._native
@@ -103,13 +107,14 @@ class HuggingFaceEncoder:
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         """Encode texts into one flat array, as `Encoder.encode` describes."""
         rows: list[Ids] = []
-        start = size = 0
+        batch_start = 0
+        batch_characters = 0
         for end, text in enumerate(texts, start=1):
-            size += len(text)
-            if size >= _HF_BATCH_CHARACTERS or end == len(texts):
-                encodings = self._tokenizer.encode_batch_fast(texts[start:end])
+            batch_characters += len(text)
+            if batch_characters >= _HF_BATCH_CHARACTERS or end == len(texts):
+                encodings = self._tokenizer.encode_batch_fast(texts[batch_start:end])
                 rows += [np.array(encoding.ids, dtype=np.uint32) for encoding in encodings]
-                start, size = end, 0
+                batch_start, batch_characters = end, 0
         return _join_rows(rows)
 
 
@@ -124,19 +129,19 @@ def megatrons_own(spec: TokenizerSpec) -> Callable[[str], Ids]:
     import regex
     from tokenizers import pre_tokenizers
 
-    cuts = regex.compile(
+    word_pattern = regex.compile(
         r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     )
     merges = _load_hugging_face(spec)
     merges.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def encode(text: str) -> Ids:
-        pieces = (match.group() for match in cuts.finditer(text))
-        ids = [
-            np.array(merges.encode(some, is_pretokenized=True).ids, np.uint32)
-            for some in batched(pieces, _PIECES)
-        ]
-        return np.concatenate([np.empty(0, np.uint32), *ids])
+        pieces = (match.group() for match in word_pattern.finditer(text))
+        ids = [np.empty(0, np.uint32)]
+        for batch in batched(pieces, _PIECES):
+            encoding = merges.encode(batch, is_pretokenized=True)
+            ids.append(np.array(encoding.ids, np.uint32))
+        return np.concatenate(ids)
 
     return encode
 
@@ -191,11 +196,14 @@ def choose_encoder(spec: TokenizerSpec, samples: Sequence[str], say: Say) -> Enc
     The fast encoder is chosen if it knows the tokenizer and encodes all samples as `tokenizers` does. Otherwise `say`
     is called with the reason, and the slow encoder is returned.
     """
-    if (reason := _find_gigatoken_problem(spec, samples)) is None:
+    problem = _find_gigatoken_problem(spec, samples)
+    if problem is None:
         return ExactEncoder(_gigatoken(spec), spec)
-    say(f"Encoding with tokenizers: {reason}")
+    say(f"Encoding with tokenizers: {problem}")
     slow = _hugging_face(spec)
-    return ExactEncoder(slow, spec) if spec.name == GPT2 else slow
+    if spec.name == GPT2:
+        return ExactEncoder(slow, spec)
+    return slow  # For other tokenizers, Megatron itself encodes with `tokenizers`.
 
 
 def _find_gigatoken_problem(spec: TokenizerSpec, samples: Sequence[str]) -> str | None:
@@ -210,9 +218,14 @@ def _find_gigatoken_problem(spec: TokenizerSpec, samples: Sequence[str]) -> str 
     except Exception as error:
         return f"gigatoken does not know '{spec.name}' ({str(error).strip().splitlines()[0]})."
     texts = [text[:_CHECKED_CHARACTERS] for text in samples] + _make_probes(spec)
-    texts = [text for text in texts if not has_unassigned(text)]
-    text = first_difference(fast, _hugging_face(spec), texts) if texts else None
-    return None if text is None else f"gigatoken encodes {text[:60]!r} differently."
+    # Texts with unassigned characters are never given to the fast encoder (see `ExactEncoder`).
+    compared = [text for text in texts if not has_unassigned(text)]
+    if not compared:
+        return None
+    differing_text = first_difference(fast, _hugging_face(spec), compared)
+    if differing_text is None:
+        return None
+    return f"gigatoken encodes {differing_text[:60]!r} differently."
 
 
 def first_difference(encoder: Encoder, other: Encoder, texts: Sequence[str]) -> str | None:
@@ -255,15 +268,18 @@ def _find_special_tokens(spec: TokenizerSpec) -> tuple[Ids, Ids]:
 
     Both are empty for GPT-2's tokenizer, and for a tokenizer without a post-processor.
     """
-    bare: list[int] = []
-    full: list[int] = []
+    none = np.empty(0, np.uint32)
+    if spec.name == GPT2 or not json.loads(spec.definition).get("post_processor"):
+        return none, none
     # The file does not state the tokens in one form, so "a" is encoded without and with them.
-    if spec.name != GPT2 and json.loads(spec.definition).get("post_processor"):
-        tokenizer = _load_hugging_face(spec)
-        bare, full = tokenizer.encode("a", add_special_tokens=False).ids, tokenizer.encode("a").ids
-    starts = range(len(full) - len(bare) + 1)
-    start = next((at for at in starts if full[at : at + len(bare)] == bare), len(full))
-    return np.array(full[:start], np.uint32), np.array(full[start + len(bare) :], np.uint32)
+    tokenizer = _load_hugging_face(spec)
+    bare = tokenizer.encode("a", add_special_tokens=False).ids
+    full = tokenizer.encode("a").ids
+    for start in range(len(full) - len(bare) + 1):
+        stop = start + len(bare)
+        if full[start:stop] == bare:
+            return np.array(full[:start], np.uint32), np.array(full[stop:], np.uint32)
+    return np.array(full, np.uint32), none
 
 
 _gigatoken = functools.cache(GigatokenEncoder)

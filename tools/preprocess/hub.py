@@ -73,46 +73,63 @@ class Hub:
         """Download the data set and write its column `key` to the file `lines` as JSON lines.
 
         A line is an object with the name of the column and one text. The file appears only when it is complete. The
-        download's cache beside the file is removed at the end. Environment variables of the hub's client may be set.
+        download's cache beside the file is then removed. After an error the cache stays, so that the next call resumes
+        the download. Environment variables of the hub's client may be set.
 
         Raises:
             DatasetError: The data set cannot be fetched or written.
         """
         cache = lines.with_name(_CACHE)
-        # The client reads these variables when it is imported. A cache that the user has set, or a default
-        # cache that holds the data set, is used instead.
-        has_cache = any(os.environ.get(name) for name in (*HUB_CACHES, "HF_HUB_OFFLINE"))
-        if not has_cache and find_default_hub_cache(self.name) is None:
-            os.environ["HF_HUB_CACHE"] = str(cache / "files")
-            os.environ["HF_DATASETS_CACHE"] = str(cache / "tables")
-        # The plain download resumes within a file; the chunked one needs services that mirrors lack.
-        os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+        self._configure_client(cache)
         unreachable = _go_offline_if_unreachable()
         import datasets  # Takes seconds, which a call that finds the file does not need.
 
         try:
             lines.parent.mkdir(parents=True, exist_ok=True)
             table = datasets.load_dataset(self.name, self.config, split=self.split)
-            with atomic_write(lines) as stream:
-                for batch in table.select_columns([key]).iter(_FETCHED_ROWS):
-                    rows = (json.dumps({key: value}, ensure_ascii=False) for value in batch[key])
-                    stream.writelines(row.encode() + b"\n" for row in rows)
+            _write_column(table, key, lines)
         except Exception as error:  # The client's errors have no common base class.
-            name = getattr(error, "filename", None)
-            if isinstance(error, OSError) and str(name or "").startswith(str(lines.parent)):
-                raise DatasetError(
-                    f"{name} cannot be written ({error.strerror}); free some room in "
-                    f"{lines.parent}."
-                ) from None
-            endpoint = os.environ.get("HF_ENDPOINT") or "the Hugging Face hub"
-            reason = unreachable or _describe_error(error)
-            raise DatasetError(
-                f"Data set {self.name} was not fetched from {endpoint} ({reason}); run the "
-                "same command again (files that arrived whole are kept), name a mirror with "
-                "HF_ENDPOINT= or a cache that has it with HF_HOME=, or use other text: 'make "
-                f"prepare-ds-sample', or 'make prepare-ds INPUT=file.jsonl NAME={lines.stem}'."
-            ) from None
+            raise self._explain_failed_fetch(error, unreachable, lines) from None
         shutil.rmtree(cache, ignore_errors=True)
+
+    def _configure_client(self, cache: Path) -> None:
+        """Set environment variables of the hub's client, which reads them when it is imported.
+
+        Args:
+            cache: Folder of the download. It is not used if the user has set a cache, or if the default cache holds the
+                data set.
+        """
+        has_cache = any(os.environ.get(name) for name in (*HUB_CACHES, "HF_HUB_OFFLINE"))
+        if not has_cache and find_default_hub_cache(self.name) is None:
+            os.environ["HF_HUB_CACHE"] = str(cache / "files")
+            os.environ["HF_DATASETS_CACHE"] = str(cache / "tables")
+        # The plain download resumes within a file; the chunked one needs services that mirrors lack.
+        os.environ.setdefault("HF_HUB_DISABLE_XET", "1")
+
+    def _explain_failed_fetch(
+        self, error: Exception, unreachable: str, lines: Path
+    ) -> DatasetError:
+        """Return the error that reports why `fetch` failed, with what the user can do.
+
+        Args:
+            error: The error of the hub's client, or of writing a file.
+            unreachable: Why the hub does not answer; empty if it answers.
+            lines: The file that was to be written.
+        """
+        if isinstance(error, OSError):
+            file = str(error.filename or "")
+            if file.startswith(str(lines.parent)):
+                return DatasetError(
+                    f"{file} cannot be written ({error.strerror}); free some room in {lines.parent}."
+                )
+        endpoint = os.environ.get("HF_ENDPOINT") or "the Hugging Face hub"
+        reason = unreachable or _describe_error(error)
+        return DatasetError(
+            f"Data set {self.name} was not fetched from {endpoint} ({reason}); run the "
+            "same command again (files that arrived whole are kept), name a mirror with "
+            "HF_ENDPOINT= or a cache that has it with HF_HOME=, or use other text: 'make "
+            f"prepare-ds-sample', or 'make prepare-ds INPUT=file.jsonl NAME={lines.stem}'."
+        )
 
     def identity(self) -> InputIdentity:
         """Return the identity of the split's files: their commit on the hub, or their time stamps in a folder."""
@@ -158,6 +175,14 @@ class Hub:
             f"{self.label} cannot be read ({unreachable or _describe_error(error)}); check name, split and network, or "
             "download it and give its files with --input."
         )
+
+
+def _write_column(table: Any, key: str, lines: Path) -> None:
+    """Write a column of a table of the hub's client as JSON lines. The file appears only when it is complete."""
+    with atomic_write(lines) as stream:
+        for batch in table.select_columns([key]).iter(_FETCHED_ROWS):
+            for text in batch[key]:
+                stream.write(json.dumps({key: text}, ensure_ascii=False).encode() + b"\n")
 
 
 def _go_offline_if_unreachable() -> str:

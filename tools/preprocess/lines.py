@@ -79,7 +79,7 @@ def line_blocks(slice_: Slice, offset: int, limit: int | None) -> Iterator[Block
     is_archive = slice_.format is not Format.LINES
     buffer = bytearray()
     with Path(slice_.name).open("rb") as stored:
-        text = stored if not is_archive else _decompress(stored, slice_.format)
+        text = _decompress(stored, slice_.format) if is_archive else stored
         pieces = _read_pieces(slice_, text, offset)
         try:
             while True:
@@ -90,22 +90,50 @@ def line_blocks(slice_: Slice, offset: int, limit: int | None) -> Iterator[Block
                 del buffer[cut:]
                 size = dropped + cut
                 offset += size
-                if longest is not None and size > longest:
-                    problem = Problem(ProblemKind.TOO_LARGE, f"{size} bytes")
-                    yield Block(offset, 0, stored.tell() - slice_.start, problem)
-                else:
-                    # A long line stays a bytearray, which is emptied as soon as it is parsed.
-                    data = bytes(buffer) if size <= BLOCK_BYTES else buffer
-                    yield Block(offset, size, stored.tell() - slice_.start, data)
+                read_bytes = stored.tell() - slice_.start
+                yield _make_line_block(buffer, offset, size, read_bytes, longest)
                 buffer = remaining
         except OSError as error:
             if not is_archive:
                 raise
-            cut = buffer.rfind(b"\n") + 1
-            if cut:
-                yield Block(offset + cut, cut, stored.tell(), bytes(buffer[:cut]))
-            problem = Problem(ProblemKind.BROKEN_ARCHIVE, str(error))
-            yield Block(offset + cut, 0, stored.tell(), problem)
+            yield from _make_damage_blocks(buffer, offset, stored.tell(), error)
+
+
+def _make_line_block(
+    lines: bytearray, end: int, size: int, read_bytes: int, longest: int | None
+) -> Block:
+    """Return the block of some complete lines, or of one long line.
+
+    Args:
+        lines: The lines.
+        end: Byte of the uncompressed text at which the lines end.
+        size: Bytes of the lines, with those of a long line that were dropped.
+        read_bytes: Stored bytes that were read so far.
+        longest: Bytes of a line above which a problem replaces the line; None without a limit.
+    """
+    if longest is not None and size > longest:
+        return Block(end, 0, read_bytes, Problem(ProblemKind.TOO_LARGE, f"{size} bytes"))
+    # A long line stays a bytearray, which is emptied as soon as it is parsed.
+    content = bytes(lines) if size <= BLOCK_BYTES else lines
+    return Block(end, size, read_bytes, content)
+
+
+def _make_damage_blocks(
+    buffer: bytearray, offset: int, read_bytes: int, error: OSError
+) -> Iterator[Block]:
+    """Yield the complete lines before the damage of an archive, if there are any, and a block with the problem.
+
+    Args:
+        buffer: Text that was read and is in no block yet.
+        offset: Byte of the uncompressed text at which the buffer starts.
+        read_bytes: Stored bytes that were read so far.
+        error: The error that reports the damage.
+    """
+    complete = buffer.rfind(b"\n") + 1
+    if complete:
+        yield Block(offset + complete, complete, read_bytes, bytes(buffer[:complete]))
+    problem = Problem(ProblemKind.BROKEN_ARCHIVE, str(error))
+    yield Block(offset + complete, 0, read_bytes, problem)
 
 
 def _next_cut(buffer: bytearray, pieces: Iterator[bytes], longest: int | None) -> tuple[int, int]:
@@ -116,18 +144,34 @@ def _next_cut(buffer: bytearray, pieces: Iterator[bytes], longest: int | None) -
         second is the number of dropped bytes. Bytes are dropped if a line is longer than `longest`. The buffer then
         holds only the end of the line.
     """
-    while len(buffer) < BLOCK_BYTES and (piece := next(pieces, b"")):
+    while len(buffer) < BLOCK_BYTES:
+        piece = next(pieces, b"")
+        if not piece:
+            break
         buffer += piece
-    cut = buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1 or buffer.find(b"\n") + 1
+    cut = buffer.rfind(b"\n", 0, BLOCK_BYTES) + 1  # The sum is 0 if no line ends there.
+    if not cut:
+        cut = buffer.find(b"\n") + 1
+    if cut:
+        return cut, 0
+    return _read_to_line_end(buffer, pieces, longest)
+
+
+def _read_to_line_end(
+    buffer: bytearray, pieces: Iterator[bytes], longest: int | None
+) -> tuple[int, int]:
+    """Read the rest of a line whose start fills the buffer. The result is that of `_next_cut`."""
     dropped = 0
-    while not cut and (piece := next(pieces, b"")):
+    for piece in pieces:
         if longest is not None and len(buffer) > longest:
             dropped += len(buffer)
             buffer.clear()
         start = len(buffer)
         buffer += piece
         cut = buffer.find(b"\n", start) + 1
-    return cut or len(buffer), dropped
+        if cut:
+            return cut, dropped
+    return len(buffer), dropped
 
 
 def _decompress(stored: BinaryIO, format_: Format) -> Any:
@@ -144,13 +188,20 @@ def _read_pieces(slice_: Slice, text: Any, offset: int) -> Iterator[bytes]:
     """
     if slice_.format is Format.LINES:
         text.seek(offset)
-        while piece := text.read(min(_READ_BYTES, (slice_.stop or 1 << 62) - text.tell())):
+        while True:
+            size = _READ_BYTES
+            if slice_.stop is not None:
+                size = min(size, slice_.stop - text.tell())
+            piece = text.read(size)
+            if not piece:
+                return
             yield piece
         return
+    before = offset  # Bytes that are still to be dropped.
     while piece := text.read(_ARCHIVE_READ_BYTES):
-        if offset < len(piece):
-            yield piece[offset:]
-        offset = max(0, offset - len(piece))
+        if before < len(piece):
+            yield piece[before:]
+        before = max(0, before - len(piece))
 
 
 @functools.cache

@@ -75,13 +75,16 @@ def _write_part(
     problems: Counter[str] = Counter()
     with ExitStack() as stack:
         outputs = [_Output(folder / key, identity, stack) for key in identity.json_keys]
-        while size < identity.shard_bytes and not end.final:
-            end, encoded = next(blocks, (replace(end, final=True), None))
-            if encoded is not None:
-                for output, packed in zip(outputs, encoded.packed, strict=True):
-                    output.append(packed)
-                problems.update(problem.kind for _, problem in encoded.problems)
-                size += encoded.block.size_bytes
+        while size < identity.shard_bytes:
+            located_block = next(blocks, None)
+            if located_block is None:
+                end = replace(end, final=True)
+                break
+            end, encoded = located_block
+            for output, packed in zip(outputs, encoded.packed, strict=True):
+                output.append(packed)
+            problems.update(problem.kind for _, problem in encoded.problems)
+            size += encoded.block.size_bytes
         for key, output in zip(identity.json_keys, outputs, strict=True):
             write_manifest(folder / key, key, engine, problems, identity, [output.finish()])
     return end

@@ -44,19 +44,24 @@ def pack(texts: Sequence[Text], encoder: Encoder, dtype: TokenType, eod: int | N
         eod: Id of the end-of-document token, or None to append none.
     """
     documents = [[text] if isinstance(text, str) else text for text in texts]
-    flat = [sentence for document in documents for sentence in document]
-    ids, offsets = encoder.encode(flat)
-    lengths = np.diff(offsets)
-    filled = np.cumsum(np.concatenate(([0], lengths > 0)))
-    boundaries = filled[np.cumsum([0, *map(len, documents)])]
-    lengths = lengths[lengths > 0].astype(np.int32)
+    sentences = [sentence for document in documents for sentence in document]
+    ids, offsets = encoder.encode(sentences)
+    tokens_per_sentence = np.diff(offsets)
+    has_tokens = tokens_per_sentence > 0
+    # Sentences without tokens are no sequences: a document's boundary counts the sequences before it.
+    sequences_before_sentence = np.cumsum(np.concatenate(([0], has_tokens)))
+    sentences_before_document = np.cumsum([0, *map(len, documents)])
+    boundaries = sequences_before_sentence[sentences_before_document]
+    lengths = tokens_per_sentence[has_tokens].astype(np.int32)
     tokens = ids.astype(dtype)
     del ids  # For a large document, `ids` takes more memory than all that follows.
     if eod is not None:
-        last = boundaries[1:][np.diff(boundaries) > 0] - 1
-        tokens = np.insert(tokens, np.cumsum(lengths, dtype=np.int64)[last], eod)
-        lengths[last] += 1
-    return Packed(tokens, DocumentIndex(lengths, boundaries), sum(map(utf8_size, flat)))
+        has_sequences = np.diff(boundaries) > 0
+        last_sequences = boundaries[1:][has_sequences] - 1
+        sequence_ends = np.cumsum(lengths, dtype=np.int64)
+        tokens = np.insert(tokens, sequence_ends[last_sequences], eod)
+        lengths[last_sequences] += 1
+    return Packed(tokens, DocumentIndex(lengths, boundaries), sum(map(utf8_size, sentences)))
 
 
 @dataclass(frozen=True)
@@ -111,19 +116,27 @@ class Pipeline:
         """
         rows = self.parser.parse(block.content)
         if isinstance(block.content, bytearray):
-            block.content.clear()  # A large document, of which only the parsed text is needed from here on.
-        problems = [(line, row) for line, row in enumerate(rows) if isinstance(row, Problem)]
-        documents = [(line, row) for line, row in enumerate(rows) if not isinstance(row, Problem)]
-        packed = tuple(
-            pack([row[key] for _, row in documents], self.encoder, self.dtype, self.eod)
-            for key in range(len(self.parser.keys))
-        )
-        problems += [
-            (documents[index][0], Problem(ProblemKind.EMPTY_DOCUMENT))
-            for column in packed
-            for index in np.flatnonzero(np.diff(column.index.boundaries) == 0).tolist()
-        ]
-        return Encoded(replace(block, content=None), len(rows), tuple(problems), packed)
+            # From here on, only the parsed text of this large document is needed.
+            block.content.clear()
+        documents: list[Sequence[Text]] = []
+        lines: list[int] = []  # The line of each document within the block.
+        problems: list[tuple[int, Problem]] = []
+        for line, row in enumerate(rows):
+            if isinstance(row, Problem):
+                problems.append((line, row))
+            else:
+                documents.append(row)
+                lines.append(line)
+        packed: list[Packed] = []
+        for key_index in range(len(self.parser.keys)):
+            texts = [document[key_index] for document in documents]
+            packed.append(pack(texts, self.encoder, self.dtype, self.eod))
+        for packed_key in packed:
+            sequences_per_document = np.diff(packed_key.index.boundaries)
+            for document_index in np.flatnonzero(sequences_per_document == 0).tolist():
+                problem = Problem(ProblemKind.EMPTY_DOCUMENT)
+                problems.append((lines[document_index], problem))
+        return Encoded(replace(block, content=None), len(rows), tuple(problems), tuple(packed))
 
 
 def default_threads() -> int:

@@ -43,17 +43,21 @@ def text_blocks(slice_: Slice, offset: int, key: str, documents: TextDocuments) 
     """
     raw = Path(slice_.name).read_bytes()
     if documents is TextDocuments.FILE:
-        # A blank file ends like an empty one: no block tells the reader so.
+        # A blank file gives no block, as an empty file does: by that the reader knows that it is empty.
         if offset < len(raw) and raw.strip():
             yield _make_block([raw], len(raw), key)
         return
-    start, pending, pending_bytes = offset, list[bytes](), 0
+    start = offset
+    pending: list[bytes] = []
+    pending_bytes = 0
     while start < len(raw):
-        match = _BLANK_LINES.search(raw, start)
-        end, next_start = (match.start(), match.end()) if match else (len(raw), len(raw))
-        document = raw[start:end].removeprefix(codecs.BOM_UTF8)
-        if document.strip():
-            pending.append(document)
+        end = next_start = len(raw)
+        blank_lines = _BLANK_LINES.search(raw, start)
+        if blank_lines:
+            end, next_start = blank_lines.span()
+        paragraph = raw[start:end].removeprefix(codecs.BOM_UTF8)
+        if paragraph.strip():
+            pending.append(paragraph)
             pending_bytes += end - start
         start = next_start
         if pending_bytes >= BLOCK_BYTES:

@@ -62,7 +62,34 @@ def preprocess(options: PreprocessOptions) -> list[Dataset]:
         DatasetError: An input or option is wrong, or the output exists and differs.
     """
     spec, source = load_tokenizer(options.tokenizer), open_source(options)
-    identity = RunIdentity(
+    identity = _make_identity(options, spec, source)
+    base = options.output_prefix
+    prefixes = {key: base.with_name(f"{base.name}_{key}_document") for key in options.keys}
+    folder = working_folder(base)
+    progress = ProgressLine()
+    if options.restart and folder.exists():
+        with lock_folder(folder):
+            retire(folder)
+    if not folder.exists():
+        retire(folder)  # A clean-up that was killed may have left files.
+        completed: list[Dataset] = []
+        if not options.overwrite:
+            completed = _find_completed(list(prefixes.values()), identity)
+        if completed:
+            progress.say("Nothing to do: these data sets are complete and of this very input.")
+            return completed
+    with lock_folder(folder):
+        _claim_folder(folder / "run.json", identity)
+        _PartWriter(options, spec, source, progress).fill(folder, identity)
+        publish(folder, prefixes)
+        return [open_dataset(prefix) for prefix in prefixes.values()]
+
+
+def _make_identity(
+    options: PreprocessOptions, spec: TokenizerSpec, source: InputStream
+) -> RunIdentity:
+    """Return all inputs and settings that decide the bytes of the data sets."""
+    return RunIdentity(
         inputs=source.identities,
         tokenizer=spec.name,
         tokenizer_sha256=spec.sha256,
@@ -74,23 +101,6 @@ def preprocess(options: PreprocessOptions) -> list[Dataset]:
         max_document_bytes=options.max_document_bytes,
         text_documents=options.text_documents.value if source.has_plain_text else None,
     )
-    base = options.output_prefix
-    prefixes = {key: base.with_name(f"{base.name}_{key}_document") for key in options.keys}
-    folder = working_folder(base)
-    progress = ProgressLine()
-    if options.restart and folder.exists():
-        with lock_folder(folder):
-            retire(folder)
-    if not folder.exists():
-        retire(folder)  # A clean-up that was killed may have left files.
-        if not options.overwrite and (done := _find_completed(list(prefixes.values()), identity)):
-            progress.say("Nothing to do: these data sets are complete and of this very input.")
-            return done
-    with lock_folder(folder):
-        _claim_folder(folder / "run.json", identity)
-        _PartWriter(options, spec, source, progress).fill(folder, identity)
-        publish(folder, prefixes)
-        return [open_dataset(prefix) for prefix in prefixes.values()]
 
 
 @dataclass(frozen=True)
@@ -148,21 +158,19 @@ class _PartWriter:
         Raises:
             DatasetError: A document has a problem, and --on-error is not `skip`.
         """
-        seen: Counter[str] = Counter()
+        count_by_kind: Counter[str] = Counter()
         position = start
         for encoded in blocks:
             block = encoded.block
             if block.slice_index != position.slice_index:
                 position = Position(block.slice_index, 0, 0)
+            slice_ = self.source.slices[block.slice_index]
             for row, problem in encoded.problems:
-                seen[problem.kind] += 1
-                if seen[problem.kind] <= _NAMED_PROBLEMS:
-                    self._print_problem(
-                        problem, self.source.slices[block.slice_index], position.lines + row
-                    )
-            position = Position(
-                block.slice_index, block.next_offset, position.lines + encoded.line_count
-            )
+                count_by_kind[problem.kind] += 1
+                if count_by_kind[problem.kind] <= _NAMED_PROBLEMS:
+                    self._print_problem(problem, slice_, line=position.lines + row)
+            lines = position.lines + encoded.line_count
+            position = Position(block.slice_index, block.next_offset, lines)
             self.progress.add(
                 done=block.read_bytes,
                 total=self.source.size_bytes,
@@ -183,11 +191,11 @@ class _PartWriter:
         Raises:
             DatasetError: The problem is not harmless, and --on-error is not `skip`.
         """
-        where = (
-            f":{lines_before(slice_) + line + 1}" if problem.kind != ProblemKind.EMPTY_FILE else ""
-        )
+        location = slice_.name
+        if problem.kind != ProblemKind.EMPTY_FILE:
+            location += f":{lines_before(slice_) + line + 1}"
         detail = f" ({problem.detail})" if problem.detail else ""
-        text = f"{slice_.name}{where}: {problem.kind}{detail}"
+        text = f"{location}: {problem.kind}{detail}"
         if problem.kind in HARMLESS:
             self.progress.say(f"{text} (noted)")
         elif self.options.on_error == "skip":
@@ -207,9 +215,11 @@ def _claim_folder(file: Path, identity: RunIdentity) -> None:
     """
     if not file.exists():
         write_record(file, identity, durable=True)
-    elif changed := find_difference(identity, decoded(file, RunIdentity)):
+        return
+    difference = find_difference(identity, decoded(file, RunIdentity))
+    if difference:
         raise DatasetError(
-            f"{file.parent} holds an unfinished run that differs: {changed}; "
+            f"{file.parent} holds an unfinished run that differs: {difference}; "
             "repeat it as it was, or remove that folder."
         )
 
@@ -222,22 +232,24 @@ def _find_completed(prefixes: list[Path], identity: RunIdentity) -> list[Dataset
     Raises:
         DatasetError: Files exist that are incomplete, or that another run made.
     """
-    paths = [path for prefix in prefixes for path in (idx_path(prefix), bin_path(prefix))]
+    paths = [file_path(prefix) for prefix in prefixes for file_path in (idx_path, bin_path)]
     existing = [path for path in paths if path.exists()]
     if not existing:
         return []
-    remedy = f"remove it ('rm {existing[0].with_suffix('')}.*'), or make another (NAME=, --output-prefix)."
+    first = existing[0]
+    remedy = (
+        f"remove it ('rm {first.with_suffix('')}.*'), or make another (NAME=, --output-prefix)."
+    )
     try:
         datasets = [open_dataset(prefix) for prefix in prefixes]
     except DatasetError as error:
-        raise DatasetError(
-            f"{existing[0]} exists already, incomplete: {error} Else {remedy}"
-        ) from None
+        raise DatasetError(f"{first} exists already, incomplete: {error} Else {remedy}") from None
     for dataset in datasets:
         if dataset.manifest is None:
-            raise DatasetError(f"{existing[0]} exists already and has no manifest; {remedy}")
-        if changed := find_difference(identity, dataset.manifest.identity):
-            raise DatasetError(f"{existing[0]} exists already, but {changed}; {remedy}")
+            raise DatasetError(f"{first} exists already and has no manifest; {remedy}")
+        difference = find_difference(identity, dataset.manifest.identity)
+        if difference:
+            raise DatasetError(f"{first} exists already, but {difference}; {remedy}")
     return datasets
 
 
@@ -248,6 +260,7 @@ def find_difference(ours: RunIdentity, theirs: RunIdentity) -> str | None:
         ours: The new identity.
         theirs: The old identity.
     """
+    # The first fact is the list of inputs. If it is equal, both identities have the same facts.
     for (name, was), (_, now) in zip(_list_facts(theirs), _list_facts(ours), strict=False):
         if was != now:
             return f"{name} was {shorten(str(was), 200)}, now {shorten(str(now), 200)}"
@@ -319,8 +332,12 @@ class ProgressLine:
         self._documents += documents
         self._tokens += tokens
         now = time.monotonic()
-        rate = self._text_bytes / 1e6 / max(now - self._start, 1e-9)
-        line = f"{rate:.1f} MB/s · {plural(self._documents, 'document')} · {plural(self._tokens, 'token')}"
+        elapsed_seconds = max(now - self._start, 1e-9)
+        megabytes_per_second = self._text_bytes / 1e6 / elapsed_seconds
+        line = (
+            f"{megabytes_per_second:.1f} MB/s · {plural(self._documents, 'document')} · "
+            f"{plural(self._tokens, 'token')}"
+        )
         self._shown.update(self._task, completed=done, total=total or None, description=line)
         self._line = line
         if not self._is_terminal and now - self._printed >= LINE_SECONDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -89,16 +90,27 @@ def whole_file(path: Path) -> Slice:
     with path.open("rb") as stream:
         head = stream.read(_HEAD_BYTES)
     _refuse_unread_format(path, head)
-    if path.suffix == SUFFIX and not head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{"):
-        return Slice(str(path), Format.TEXT, 0, None, path.stat().st_size)
-    formats = (known for magic, known in _MAGIC.items() if head.startswith(magic))
-    format_ = next(formats, Format.LINES)
+    format_ = _find_format(path, head)
     promised = _SUFFIXES.get(path.suffix, Format.LINES)
     if head and format_ is Format.LINES and promised is not Format.LINES:
         raise DatasetError(
             f"{path} is no {promised} file, whatever its name says; fetch it again or rename it."
         )
     return Slice(str(path), format_, 0, None, path.stat().st_size)
+
+
+def _find_format(path: Path, head: bytes) -> Format:
+    """Return the format of a file by its first bytes. A file without known first bytes holds JSON lines.
+
+    For a `.txt` file, the first bytes only decide between JSON lines and plain text.
+    """
+    begins_like_json = head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{")
+    if path.suffix == SUFFIX and not begins_like_json:
+        return Format.TEXT
+    for magic, known_format in _MAGIC.items():
+        if head.startswith(magic):
+            return known_format
+    return Format.LINES
 
 
 def _refuse_unread_format(path: Path, head: bytes) -> None:
@@ -134,15 +146,7 @@ def parse_shard(text: str) -> InputShard:
         DatasetError: The text has another form, or there is no such part.
     """
     if text == "slurm":
-        names = (f"SLURM_ARRAY_TASK_{name}" for name in ("ID", "MIN", "COUNT"))
-        try:
-            task, first, tasks = (int(os.environ[name]) for name in names)
-        except (KeyError, ValueError):
-            raise DatasetError(
-                "--shard slurm needs SLURM_ARRAY_TASK_ID, _MIN and _COUNT; submit with "
-                "sbatch --array=0-7, or give i/n."
-            ) from None
-        return InputShard(task - first, tasks)
+        return _read_slurm_shard()
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):
         raise DatasetError(f"--shard {text} is not of the form i/n, such as 0/4; or give 'slurm'.")
@@ -154,6 +158,24 @@ def parse_shard(text: str) -> InputShard:
     return InputShard(int(index), int(count))
 
 
+def _read_slurm_shard() -> InputShard:
+    """Return the shard of this task of a Slurm job array. The array may start at any number.
+
+    Raises:
+        DatasetError: This process is no task of a job array.
+    """
+    try:
+        task, first, tasks = (
+            int(os.environ[f"SLURM_ARRAY_TASK_{name}"]) for name in ("ID", "MIN", "COUNT")
+        )
+    except (KeyError, ValueError):
+        raise DatasetError(
+            "--shard slurm needs SLURM_ARRAY_TASK_ID, _MIN and _COUNT; submit with "
+            "sbatch --array=0-7, or give i/n."
+        ) from None
+    return InputShard(task - first, tasks)
+
+
 def cut(files: Sequence[Slice], shard: InputShard) -> tuple[Slice, ...]:
     """Return the slices of the input that belong to one shard.
 
@@ -161,42 +183,67 @@ def cut(files: Sequence[Slice], shard: InputShard) -> tuple[Slice, ...]:
     """
     if shard.count == 1:
         return tuple(files)
-    total = sum(file.size_bytes for file in files)
-    low, high = total * shard.index // shard.count, total * (shard.index + 1) // shard.count
+    total_bytes = sum(file.size_bytes for file in files)
+    shard_start = total_bytes * shard.index // shard.count
+    shard_stop = total_bytes * (shard.index + 1) // shard.count
     slices: list[Slice] = []
+    file_start = 0
     for file in files:
-        slices += _cut_file(file, low, high)
-        low, high = low - file.size_bytes, high - file.size_bytes
+        slices += _cut_file(file, shard_start - file_start, shard_stop - file_start)
+        file_start += file.size_bytes
     return tuple(slices)
 
 
-def _cut_file(file: Slice, low: int, high: int) -> Iterator[Slice]:
-    """Yield the slice of a file whose lines, row groups or archive start between the bytes `low` and `high`.
+def _cut_file(file: Slice, low: int, high: int) -> list[Slice]:
+    """Return the slice of a file whose lines, row groups or archive start between the bytes `low` and `high`.
 
-    `low` and `high` are stored bytes, counted from the start of the file. At most one slice is yielded. Nothing is
-    yielded if nothing starts between them.
+    `low` and `high` are stored bytes, counted from the start of the file. The list has at most one slice. It is empty
+    if nothing starts between them.
     """
-    size = file.size_bytes
-    if file.format is Format.LINES and size:
-        start, stop = (next_line_start(Path(file.name), min(max(x, 0), size)) for x in (low, high))
-        if start < stop:
-            yield replace(file, start=start, stop=stop, size_bytes=stop - start)
-        return
-    groups: list[int] = []
+    if file.format is Format.LINES and file.size_bytes:
+        return _cut_at_lines(file, low, high)
+    rows_per_group: list[int] = []
     if file.format is Format.PARQUET:
         from tools.preprocess.tables import row_groups  # Imports pyarrow.
 
-        groups = row_groups(file.name)
-    if not groups:
-        if low <= 0 < high or (size == 0 and low == 0):
-            yield file
-        return
-    starts = [0, *accumulate(groups)]
-    rows = max(starts[-1], 1)
-    inside = [group for group, row in enumerate(starts[:-1]) if low <= size * row // rows < high]
-    if inside:
-        start, stop = starts[inside[0]], starts[inside[-1] + 1]
-        yield replace(file, start=start, stop=stop, size_bytes=size * (stop - start) // rows)
+        rows_per_group = row_groups(file.name)
+    if rows_per_group:
+        return _cut_at_row_groups(file, rows_per_group, low, high)
+    # An empty file and a file that cannot be cut belong to the shard in which they start.
+    is_empty_at_start = file.size_bytes == 0 and low == 0
+    starts_inside = low <= 0 < high
+    return [file] if starts_inside or is_empty_at_start else []
+
+
+def _cut_at_lines(file: Slice, low: int, high: int) -> list[Slice]:
+    """Return the slice of a plain file whose lines start between two bytes; empty without such a line."""
+    path, size = Path(file.name), file.size_bytes
+    start = next_line_start(path, min(max(low, 0), size))
+    stop = next_line_start(path, min(max(high, 0), size))
+    if start >= stop:
+        return []
+    return [replace(file, start=start, stop=stop, size_bytes=stop - start)]
+
+
+def _cut_at_row_groups(
+    file: Slice, rows_per_group: Sequence[int], low: int, high: int
+) -> list[Slice]:
+    """Return the slice of a parquet file whose row groups start between two bytes; empty without such a group.
+
+    The file's bytes are taken as evenly distributed over its rows.
+    """
+    first_rows = [0, *accumulate(rows_per_group)]
+    num_rows = max(first_rows[-1], 1)
+    groups_inside = []
+    for group in range(len(rows_per_group)):
+        start_byte = file.size_bytes * first_rows[group] // num_rows
+        if low <= start_byte < high:
+            groups_inside.append(group)
+    if not groups_inside:
+        return []
+    start, stop = first_rows[groups_inside[0]], first_rows[groups_inside[-1] + 1]
+    size_bytes = file.size_bytes * (stop - start) // num_rows
+    return [replace(file, start=start, stop=stop, size_bytes=size_bytes)]
 
 
 @dataclass(frozen=True)
@@ -249,17 +296,20 @@ class InputStream:
 
     def blocks(self, start: Position) -> Iterator[Block]:
         """Yield all blocks of the input from a position on. For an empty file, a block describes the problem."""
-        before = sum(slice_.size_bytes for slice_ in self.slices[: start.slice_index])
+        bytes_before = sum(slice_.size_bytes for slice_ in self.slices[: start.slice_index])
         for index in range(start.slice_index, len(self.slices)):
             slice_ = self.slices[index]
-            offset = max(slice_.start, start.offset if index == start.slice_index else 0)
-            empty = True
+            offset = slice_.start
+            if index == start.slice_index:
+                offset = max(offset, start.offset)
+            has_blocks = False
             for block in self._open(slice_, offset):
-                empty = False
-                yield replace(block, slice_index=index, read_bytes=before + block.read_bytes)
-            if empty and offset == 0 and slice_.start == 0:
-                yield Block(0, 0, before, Problem(ProblemKind.EMPTY_FILE), index)
-            before += slice_.size_bytes
+                has_blocks = True
+                read_bytes = bytes_before + block.read_bytes
+                yield replace(block, slice_index=index, read_bytes=read_bytes)
+            if not has_blocks and offset == 0:
+                yield Block(0, 0, bytes_before, Problem(ProblemKind.EMPTY_FILE), index)
+            bytes_before += slice_.size_bytes
 
     def samples(self, count: int, parser: Parser) -> list[str]:
         """Return up to `count` documents, taken from the starts of the first, the middle and the last slice.
@@ -269,14 +319,24 @@ class InputStream:
         if not count or not self.slices:
             return []
         indices = sorted({0, len(self.slices) // 2, len(self.slices) - 1})
+        samples_per_slice = math.ceil(count / len(indices))
         samples: list[str] = []
-        for slice_ in [self.slices[index] for index in indices]:
-            block = next(self._open(slice_, slice_.start), None)
-            rows = parser.parse(block.content) if block else []
-            texts = [text for row in rows if not isinstance(row, Problem) for text in row]
-            joined = [text if isinstance(text, str) else "\n".join(text) for text in texts]
-            samples += joined[: -(-count // len(indices))]
+        for index in indices:
+            samples += self._read_first_documents(self.slices[index], parser)[:samples_per_slice]
         return samples[:count]
+
+    def _read_first_documents(self, slice_: Slice, parser: Parser) -> list[str]:
+        """Return the texts of all keys in the first block of a slice, with the sentences of a text joined."""
+        block = next(self._open(slice_, slice_.start), None)
+        if block is None:
+            return []
+        documents: list[str] = []
+        for row in parser.parse(block.content):
+            if isinstance(row, Problem):
+                continue
+            for text in row:
+                documents.append(text if isinstance(text, str) else "\n".join(text))
+        return documents
 
     def _open(self, slice_: Slice, offset: int) -> Iterator[Block]:
         """Return the blocks of a slice from byte or row `offset` on, by the reader of the slice's format."""
@@ -297,33 +357,56 @@ def open_source(options: PreprocessOptions) -> InputStream:
     Raises:
         DatasetError: A key cannot be part of a file's name, the inputs cannot be combined, or an input cannot be read.
     """
-    keys, limit = options.keys, options.max_document_bytes
+    _check_keys(options.keys)
+    if any(name.startswith(HUB_PREFIX) for name in options.inputs):
+        return _open_hub(options)
+    files = find_input_files(options.inputs)
+    identities = tuple(identify(file) for file in files)
+    slices = [whole_file(file) for file in files]
+    for slice_ in slices:
+        if slice_.format is Format.TEXT and len(options.keys) > 1:
+            raise DatasetError(
+                f"{slice_.name} is plain text, which has no keys; leave --json-keys out, or give JSON lines."
+            )
+    return InputStream(
+        cut(slices, options.shard),
+        identities,
+        keys=options.keys,
+        max_document_bytes=options.max_document_bytes,
+        text_documents=options.text_documents,
+    )
+
+
+def _check_keys(keys: Sequence[str]) -> None:
+    """Raise DatasetError if a key cannot be part of a file's name, or is given twice."""
     for key in keys:
-        if not key or "/" in key or "\0" in key or keys.count(key) > 1:
+        is_file_name = key and "/" not in key and "\0" not in key
+        if not is_file_name or keys.count(key) > 1:
             raise DatasetError(
                 f"--json-keys '{key}' cannot name a data set: keys become part of the file's "
                 "name, so each must be given once, without slashes."
             )
+
+
+def _open_hub(options: PreprocessOptions) -> InputStream:
+    """Return the stream of the data set on the hub that `--input` names.
+
+    Raises:
+        DatasetError: There is a second input, or `--shard` asks for a part.
+    """
     first, *further = options.inputs
-    if any(name.startswith(HUB_PREFIX) for name in options.inputs):
-        if further:
-            raise DatasetError("--input hub:NAME stands alone; run once for each and merge.")
-        if options.shard.count > 1:
-            raise DatasetError(
-                f"--input {first} is not cut by --shard; download it and give its files with --input."
-            )
-        hub = Hub(first.removeprefix(HUB_PREFIX), options.hub_config, options.hub_split)
-        rows = Slice(hub.label, Format.HUB, 0, None, 0)
-        return InputStream((rows,), (hub.identity(),), keys, limit, hub)
-    files = find_input_files(options.inputs)
-    identities = tuple(identify(file) for file in files)
-    slices = [whole_file(file) for file in files]
-    texts = [slice_.name for slice_ in slices if slice_.format is Format.TEXT]
-    if texts and len(keys) > 1:
+    if further:
+        raise DatasetError("--input hub:NAME stands alone; run once for each and merge.")
+    if options.shard.count > 1:
         raise DatasetError(
-            f"{texts[0]} is plain text, which has no keys; leave --json-keys out, or give JSON lines."
+            f"--input {first} is not cut by --shard; download it and give its files with --input."
         )
-    slices_of_shard = cut(slices, options.shard)
+    hub = Hub(first.removeprefix(HUB_PREFIX), options.hub_config, options.hub_split)
+    rows = Slice(hub.label, Format.HUB, start=0, stop=None, size_bytes=0)
     return InputStream(
-        slices_of_shard, identities, keys, limit, text_documents=options.text_documents
+        (rows,),
+        (hub.identity(),),
+        keys=options.keys,
+        max_document_bytes=options.max_document_bytes,
+        hub=hub,
     )

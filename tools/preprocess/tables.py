@@ -88,6 +88,7 @@ def _read_rows(file: Any, slice_: Slice, offset: int, keys: Sequence[str]) -> It
     """
     metadata = file.metadata
     stop = metadata.num_rows if slice_.stop is None else slice_.stop
+    num_rows = max(stop - slice_.start, 1)
     row = 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -96,16 +97,21 @@ def _read_rows(file: Any, slice_: Slice, offset: int, keys: Sequence[str]) -> It
             continue
         size = _count_rows_per_batch(group, keys)
         for batch in file.iter_batches(size, [number], columns=list(keys), use_threads=False):
-            read = slice_.size_bytes * (row - slice_.start) // max(stop - slice_.start, 1)
+            # The file's bytes are taken as evenly distributed over its rows.
+            read_bytes = slice_.size_bytes * (row - slice_.start) // num_rows
             unread = batch.slice(max(0, offset - row))
             row += batch.num_rows
             if unread.num_rows:
-                yield row_block(unread, keys, row, read)
+                yield row_block(unread, keys, end=row, read_bytes=read_bytes)
 
 
 def _count_rows_per_batch(group: Any, keys: Sequence[str]) -> int:
     """Return the number of rows with which the columns of the keys have about `BLOCK_BYTES` bytes."""
-    columns = [group.column(i) for i in range(group.num_columns)]
-    size = sum(c.total_uncompressed_size for c in columns if c.path_in_schema.split(".")[0] in keys)
-    rows: int = group.num_rows * BLOCK_BYTES // max(size, 1)
+    size_bytes = 0
+    for index in range(group.num_columns):
+        column = group.column(index)
+        # A nested column is a path, such as `text.list.element`. Its first part is the key.
+        if column.path_in_schema.split(".")[0] in keys:
+            size_bytes += column.total_uncompressed_size
+    rows: int = group.num_rows * BLOCK_BYTES // max(size_bytes, 1)
     return max(1, min(_MOST_ROWS, rows))

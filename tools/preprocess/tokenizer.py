@@ -67,16 +67,16 @@ def load_tokenizer(name: str) -> TokenizerSpec:
         return _load_gpt2()
     path = Path(name)
     file = path / "tokenizer.json" if path.is_dir() else path
-    if not file.is_file():
-        if path.is_dir():
-            _refuse_other_formats(path)
-        near = "; did you mean gpt2?" if difflib.get_close_matches(name, [GPT2], cutoff=0.5) else ""
-        raise DatasetError(
-            f"There is no tokenizer '{name}': give 'gpt2' or a folder that holds a "
-            f"tokenizer.json{near or '.'}"
-        )
-    _refuse_other_formats(file)
-    return _load_file(file)
+    if file.is_file():
+        _refuse_other_formats(file)
+        return _load_file(file)
+    if path.is_dir():
+        _refuse_other_formats(path)
+    is_misspelt = bool(difflib.get_close_matches(name, [GPT2], cutoff=0.5))
+    ending = "; did you mean gpt2?" if is_misspelt else "."
+    raise DatasetError(
+        f"There is no tokenizer '{name}': give 'gpt2' or a folder that holds a tokenizer.json{ending}"
+    )
 
 
 def gpt2_files() -> tuple[Path, Path]:
@@ -156,7 +156,10 @@ def _refuse_other_formats(path: Path) -> None:
 
     The message explains how to convert the tokenizer.
     """
-    for file in filter(Path.is_file, sorted(path.iterdir()) if path.is_dir() else [path]):
+    paths = sorted(path.iterdir()) if path.is_dir() else [path]
+    for file in paths:
+        if not file.is_file():
+            continue
         with file.open("rb") as stream:
             head = stream.read(1 << 12)
         for beginning, remedy in _OTHER_FORMATS:

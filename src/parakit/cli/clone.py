@@ -62,9 +62,13 @@ def move_run_folders(texts: Mapping[str, str]) -> VariableTexts:
     returned unchanged if RUNS= is empty or names a folder that is no run.
     """
     names = texts.get(RUNS.name, "").split()
-    if not names or not all(is_run_folder(ROOT / name) for name in names):
+    are_run_folders = all(is_run_folder(ROOT / name) for name in names)
+    if not names or not are_run_folders:
         return dict(texts)
-    return {RUN.name: " ".join(filter(None, (texts.get(RUN.name), *names)))}
+    named_before = texts.get(RUN.name)
+    if named_before:
+        names.insert(0, named_before)
+    return {RUN.name: " ".join(names)}
 
 
 def train_and_trace(target: str, variables: Namespace) -> int:

@@ -78,13 +78,13 @@ def _run_target(name: str, arguments: Sequence[str], written: Sequence[str]) -> 
 
     refuse_strange_target_name(name)
     refuse_removed(name, "make")
-    command, title = find_command(name), name
     environment = dict(os.environ)
     # Programs that the handler starts must not take ARGS= for their own.
     os.environ.pop(ARGS.name, None)
-    bench = environment.get(BENCH_NAME.name, "")
-    if command is BENCH and bench:
-        command = find_bench(bench)
+    command, title = find_command(name), name
+    bench_name = environment.get(BENCH_NAME.name, "")
+    if command is BENCH and bench_name:
+        command = find_bench(bench_name)
         title = command.name
     if command is None or not command.handler:
         _refuse_misspelt(name)

@@ -98,15 +98,15 @@ def _summarise_commands(names: "list[str]") -> str:
     """
     internal = [command.name for command in INTERNAL]
     public_names = [name for name in names if name not in internal]
-    for group, title in _GROUPS:
-        group_names = [
-            command.name
-            for command in (*COMMANDS, *BENCHES)
-            if set(group) <= set(command.variables) and command.name not in internal
-        ]
+    for variables, title in _GROUPS:
+        group_names = []
+        for command in (*COMMANDS, *BENCHES):
+            takes_all = set(variables) <= set(command.variables)
+            if takes_all and command.name not in internal:
+                group_names.append(command.name)
         if set(group_names) <= set(public_names):
-            other_names = " ".join(name for name in public_names if name not in group_names)
-            return ", ".join(filter(None, (title, other_names)))
+            other_names = [name for name in public_names if name not in group_names]
+            return ", ".join(filter(None, (title, " ".join(other_names))))
     return " ".join(public_names)
 
 

@@ -116,12 +116,8 @@ def parse_make_variables(
     """
     names = (*parse_makeflags(environment.get("MAKEFLAGS", "")), *written)
     refuse_unused_variables(names, name, command)
+    _refuse_renamed_variables(environment, command)
     used = {setting.name for setting in command.variables if not setting.make_equivalent}
-    in_make = {setting.name for setting in command.variables if setting.make_equivalent}
-    renamed = {old for old, new in RENAMED.items() if new in used}
-    for old in sorted(renamed | in_make):
-        if environment.get(old):
-            refuse_renamed(old)
     for variable, remedy in _NEVER_IGNORED.items():
         is_default = environment.get(variable, "") in ("", "1", "torchrun")
         if variable not in used and not is_default:
@@ -136,6 +132,20 @@ def parse_make_variables(
     if command.in_clone:
         texts = import_function(command.in_clone)(texts)
     return _complete_values(parsed, command, texts, typed=f"make {name}", variable_format="{}=")
+
+
+def _refuse_renamed_variables(environment: Mapping[str, str], command: Command) -> None:
+    """Refuse variables of the environment whose meaning for a command now has another name.
+
+    Raises:
+        SettingError: A variable is set by its old name, or make has another variable for this option.
+    """
+    options_only = {setting.name for setting in command.variables if setting.make_equivalent}
+    used = {setting.name for setting in command.variables if not setting.make_equivalent}
+    old_names = {old for old, new in RENAMED.items() if new in used}
+    for name in sorted(old_names | options_only):
+        if environment.get(name):
+            refuse_renamed(name)
 
 
 def parse_arguments(command: Command, arguments: Sequence[str], program: str) -> Namespace:
@@ -200,20 +210,29 @@ def rewrite_as_options(text: str, command: Command) -> str:
     Words in double quotes, and names that are no variables, are not changed.
     """
 
-    def to_option(match: re.Match[str]) -> str:
+    def rewrite_match(match: re.Match[str]) -> str:
         name, value = match[1], match[2]
-        known = (*command.variables, *SETTINGS, *OPTIONS)
-        setting = next((setting for setting in known if setting.name == name), None)
-        if setting is None:  # Text in quotes has no name.
-            return match[0]
-        if setting.name == ARGS.name:
-            return value.strip('"') or "further options"
-        option = option_name(setting)
-        if not option.startswith("-"):
-            return value.strip('"') or option
-        return f"{option} {value}" if value and setting.kind != SWITCH else option
+        for setting in (*command.variables, *SETTINGS, *OPTIONS):
+            if setting.name == name:
+                return _write_option(setting, value)
+        return match[0]  # A text in quotes, which has no name, or a name that is no variable.
 
-    return _ASSIGNED.sub(to_option, text)
+    return _ASSIGNED.sub(rewrite_match, text)
+
+
+def _write_option(setting: Setting, value: str) -> str:
+    """Return a variable and its value as a command line has them.
+
+    For ARGS= and for a positional argument, this is the value alone. A switch has no value.
+    """
+    option = option_name(setting)
+    if setting.name == ARGS.name:
+        return value.strip('"') or "further options"
+    if not option.startswith("-"):
+        return value.strip('"') or option
+    if not value or setting.kind == SWITCH:
+        return option
+    return f"{option} {value}"
 
 
 _ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
@@ -251,38 +270,46 @@ def rewrite_as_variables(arguments: Sequence[str], command: Command) -> list[str
     Raises:
         SettingError: An option is unknown, or has no value.
     """
-    options = {option_name(setting): setting for setting in command.variables}
-    positional = [setting for name, setting in options.items() if not name.startswith("-")]
+    settings = {option_name(setting): setting for setting in command.variables}
+    positional = [setting for option, setting in settings.items() if not option.startswith("-")]
     takes_args = any(setting.name == ARGS.name for setting in command.variables)
     waiting = list(arguments)
     assignments: list[str] = []
-    passed_on: list[str] = []
+    passed_on: list[str] = []  # The arguments in ARGS=.
     while waiting:
         argument = waiting.pop(0)
         name, equals_sign, value = argument.partition("=")
-        setting = options.get(name)
-        if setting is None:
-            is_passed_on = name.startswith("--") or (bool(passed_on) and not equals_sign)
-            if takes_args and is_passed_on:
-                passed_on.append(argument)
-            elif name.startswith("--"):
-                raise SettingError(_describe_unknown_option(name, options))
-            elif positional and not equals_sign and not name.startswith("-"):
-                assignments.append(f"{positional.pop(0).name}={argument}")
+        setting = settings.get(name)
+        if setting is not None:
+            if not equals_sign:
+                value = _take_value(name, setting, waiting)
+            if setting.make_equivalent:
+                passed_on += _write_argument(name, setting, value)
             else:
-                assignments.append(argument)
+                assignments.append(f"{setting.name}={value}")
             continue
-        if not equals_sign:
-            value = _take_value(name, setting, waiting)
-        if not setting.make_equivalent:
-            assignments.append(f"{setting.name}={value}")
-        elif setting.kind != SWITCH:
-            passed_on.append(f"{name}={value}")
-        elif value == "1":
-            passed_on.append(name)
+        is_option = name.startswith("--")
+        # An argument after an option of ARGS= may be the value of that option.
+        may_be_value = bool(passed_on) and not equals_sign
+        is_positional = not equals_sign and not name.startswith("-")
+        if takes_args and (is_option or may_be_value):
+            passed_on.append(argument)
+        elif is_option:
+            raise SettingError(_describe_unknown_option(name, settings))
+        elif positional and is_positional:
+            assignments.append(f"{positional.pop(0).name}={argument}")
+        else:
+            assignments.append(argument)
     if passed_on:
         assignments.append(f"{ARGS.name}={shlex.join(passed_on)}")
     return assignments
+
+
+def _write_argument(option: str, setting: Setting, value: str) -> list[str]:
+    """Return an option that is no make variable as an argument in ARGS=; a switch that is off gives none."""
+    if setting.kind != SWITCH:
+        return [f"{option}={value}"]
+    return [option] if value == "1" else []
 
 
 _COMMON_ABBREVIATIONS = {
@@ -306,10 +333,11 @@ _COMMON_ABBREVIATIONS = {
 def _describe_unknown_option(name: str, options: Iterable[str]) -> str:
     """Return the sentence that refuses an option. It suggests the most similar option, if there is one."""
     known = list(options)
-    similar = difflib.get_close_matches(name, known, n=1)
-    if _COMMON_ABBREVIATIONS.get(name) in known:
-        similar = [_COMMON_ABBREVIATIONS[name]]
-    hint = f"did you mean {similar[0]}?" if similar else "see --help."
+    suggestion = _COMMON_ABBREVIATIONS.get(name)
+    if suggestion not in known:
+        similar = difflib.get_close_matches(name, known, n=1)
+        suggestion = similar[0] if similar else None
+    hint = f"did you mean {suggestion}?" if suggestion else "see --help."
     return f"There is no option {name}; {hint}"
 
 
@@ -336,26 +364,26 @@ def refuse_unused_variables(names: Iterable[str], target: str, command: Command)
         SettingError: A variable is unknown, or the target does not use it; the sentence suggests a similar one.
     """
     known = {setting.name for setting in SETTINGS}
-    used = {setting.name for setting in command.variables if not setting.make_equivalent} | {
-        ARGS.name
-    }
+    used = {setting.name for setting in command.variables if not setting.make_equivalent}
+    used.add(ARGS.name)
     for name in names:
         refuse_renamed(name)
-        is_foreign = name not in known and any(
-            fnmatchcase(name, pattern) for pattern in _OTHER_PROGRAMS
-        )
-        if name in used or is_foreign:
+        is_known = name in known
+        if name in used or (not is_known and _is_of_other_program(name)):
             continue
         # Users also write variables in lower case, as in iters=5.
         similar = difflib.get_close_matches(name.upper(), sorted(used or known), n=1, cutoff=0.5)
-        hint = (
-            f"did you mean {similar[0]}=?"
-            if similar
-            else "'make help-all' lists the variables of each target."
-        )
-        if name not in known:
+        hint = "'make help-all' lists the variables of each target."
+        if similar:
+            hint = f"did you mean {similar[0]}=?"
+        if not is_known:
             raise SettingError(f"There is no variable {name}; {hint}")
         raise SettingError(f"'make {target}' does not use {name}=; {hint}")
+
+
+def _is_of_other_program(name: str) -> bool:
+    """Return True if a variable's name matches one of `_OTHER_PROGRAMS`."""
+    return any(fnmatchcase(name, pattern) for pattern in _OTHER_PROGRAMS)
 
 
 _OTHER_PROGRAMS = (
@@ -453,11 +481,13 @@ def _complete_values(
     """
     parsed.texts = texts
     for key, value in parse_settings(command.variables, texts).items():
-        if getattr(parsed, key, None) in (None, [], ()):
+        is_unset = getattr(parsed, key, None) in (None, [], ())
+        if is_unset:
             setattr(parsed, key, value)
     for requirement in command.required:
         alternatives = requirement.split("|")
-        if not any(getattr(parsed, name.lower(), None) for name in alternatives):
+        has_value = any(getattr(parsed, name.lower(), None) for name in alternatives)
+        if not has_value:
             shown_name = _show_variable(alternatives[0], command, variable_format)
             raise SettingError(f"{shown_name} is required, for example: {typed} {command.example}")
     return parsed

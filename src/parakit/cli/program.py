@@ -88,21 +88,28 @@ def _split_command_line(argv: list[str]) -> tuple[str, list[str]]:
     Raises:
         ValueError: The command needs the name of a target and has none.
     """
-    name, arguments = argv[0], argv[1:]
+    name, *arguments = argv
     if arguments and arguments[0] in FAMILIES.get(name, ()):
-        name, arguments = arguments[0], arguments[1:]
-        if name == "scrape":
-            return "report", ["--scrape", *arguments]
-        return ("report" if name == "build" else name), arguments
+        return _split_family_member(arguments[0], arguments[1:])
     if name in FAMILIES and arguments[:1] == ["advise"]:
-        name = arguments[0]
+        name = "advise"  # An old command, which is refused by this name.
     has_targets = any(command.name == f"{name}-*" for command in COMMANDS)
-    if has_targets and find_command(name) is None:
-        if not arguments:
-            raise ValueError(f"Name a target, for example: parakit {name} {_EXAMPLES[name]}")
-        if not arguments[0].startswith("-"):
-            return f"{name}-{arguments[0]}", arguments[1:]
-    return name, arguments
+    if not has_targets or find_command(name) is not None:
+        return name, arguments
+    if not arguments:
+        raise ValueError(f"Name a target, for example: parakit {name} {_EXAMPLES[name]}")
+    if arguments[0].startswith("-"):
+        return name, arguments
+    return f"{name}-{arguments[0]}", arguments[1:]
+
+
+def _split_family_member(member: str, arguments: list[str]) -> tuple[str, list[str]]:
+    """Return the command's name and its arguments for a command of FAMILIES, such as `scrape` in `report scrape`."""
+    if member == "scrape":
+        return "report", ["--scrape", *arguments]
+    if member == "build":
+        return "report", arguments
+    return member, arguments
 
 
 def _run(name: str, arguments: list[str]) -> int:
@@ -112,13 +119,9 @@ def _run(name: str, arguments: list[str]) -> int:
         ValueError: The command line is refused.
     """
     refuse_removed(name, "make" if "MAKELEVEL" in os.environ else "parakit")
-    command = find_command(name)
-    if command is BENCH and arguments and not arguments[0].startswith("-"):
-        command = find_bench(arguments[0].removeprefix("NAME="))
+    command = _find_command_or_bench(name, arguments)
     if arguments and arguments[0] in ("-h", "--help"):
-        documented = command
-        if documented is None and name in _EXAMPLES:
-            documented = find_command(f"{name}-{_EXAMPLES[name]}")
+        documented = command or _find_example_command(name)
         if documented is not None:
             return _print_help(name, documented)
     if command is None or command in INTERNAL:
@@ -129,6 +132,25 @@ def _run(name: str, arguments: list[str]) -> int:
     if _is_outside_of_wheel(command) and find_clone(ROOT) is None:
         return _start_in_clone(name, arguments, "uses the clone's own tools")
     return _run_anywhere(name, command, arguments)
+
+
+def _find_command_or_bench(name: str, arguments: list[str]) -> Command | None:
+    """Return the command of a name, or the bench that its first argument names; None for an unknown name.
+
+    Raises:
+        ValueError: There is no bench of this name.
+    """
+    command = find_command(name)
+    if command is BENCH and arguments and not arguments[0].startswith("-"):
+        return find_bench(arguments[0].removeprefix("NAME="))
+    return command
+
+
+def _find_example_command(name: str) -> Command | None:
+    """Return the command that a name such as `train` becomes with the name of a target; None for other names."""
+    if name not in _EXAMPLES:
+        return None
+    return find_command(f"{name}-{_EXAMPLES[name]}")
 
 
 def _run_anywhere(name: str, command: Command, arguments: list[str]) -> int:
@@ -292,12 +314,15 @@ def _print_completions() -> None:
 
     line = os.environ["COMP_LINE"]
     typed = line.split(" ")
-    command = find_command(typed[1]) if len(typed) > 2 else None
+    command = None
+    if len(typed) > 2:  # The program, the complete name of a command, and what is being typed.
+        command = find_command(typed[1])
     if command is None or command.packages is None:
         argcomplete.autocomplete(_build_overview())
         return
     # The parser of the command must not see the command's name.
-    line_of_command = " ".join((typed[0], *typed[2:]))
-    cursor = int(os.environ["COMP_POINT"]) + len(line_of_command) - len(line)
-    os.environ["COMP_LINE"], os.environ["COMP_POINT"] = line_of_command, str(cursor)
+    line_without_name = " ".join((typed[0], *typed[2:]))
+    removed_characters = len(line) - len(line_without_name)
+    cursor = int(os.environ["COMP_POINT"]) - removed_characters
+    os.environ["COMP_LINE"], os.environ["COMP_POINT"] = line_without_name, str(cursor)
     argcomplete.autocomplete(build_parser(command, typed[1]))

@@ -52,12 +52,13 @@ class Nodes:
         if self.rendezvous is Rendezvous.STATIC:
             master = ("--master-addr", self.address, "--master-port", str(self.port))
             return (*sizes, "--node-rank", str(self.rank), *master)
-        # Without `is_host` torchrun guesses from the machine's name which node opens the store.
-        host = ("--rdzv-conf", f"is_host={int(self.rank == 0)}")
         endpoint = ("--rdzv-endpoint", f"{self.address}:{self.port}", "--rdzv-id", str(self.port))
+        # Without `is_host` torchrun guesses from the machine's name which node opens the store.
+        is_host = 1 if self.rank == 0 else 0
+        store = ("--rdzv-conf", f"is_host={is_host}")
         # torchrun may number any node as the first. Its ranks' address is then what that node calls itself.
         local = ("--local-addr", self.local_address) if self.local_address else ()
-        return (*sizes, "--rdzv-backend", "c10d", *endpoint, *host, *local)
+        return (*sizes, "--rdzv-backend", "c10d", *endpoint, *store, *local)
 
 
 class NodeGroup:
@@ -125,8 +126,10 @@ def parse_nodes(arguments: Namespace) -> Nodes | None:
     if count is None or count == 1:
         return None
     rank, address = arguments.node_rank, arguments.master_addr
-    if rank is not None and (not rank.isdecimal() or int(rank) >= count):
-        raise LaunchError(f"NODE_RANK={rank} is not a whole number from 0 to {count - 1}.")
+    if rank is not None:
+        is_in_range = rank.isdecimal() and int(rank) < count
+        if not is_in_range:
+            raise LaunchError(f"NODE_RANK={rank} is not a whole number from 0 to {count - 1}.")
     if rank is None or not address:
         raise LaunchError(
             f"NNODES={count} needs NODE_RANK=, 0 to {count - 1}, different on each host, and "
@@ -163,11 +166,14 @@ class NodeFiles:
         for folder, position in self._log_positions.items():
             text = _read_bytes(folder / LOG_FILE, position)
             if whole_lines:
-                text = text[: text.rfind(b"\n") + 1]
-            if text:
-                self._log_positions[folder] = position + len(text)
-                with (self._folder / LOG_FILE).open("ab") as log:
-                    log.write(text if text.endswith(b"\n") else text + b"\n")
+                end_of_last_line = text.rfind(b"\n") + 1
+                text = text[:end_of_last_line]
+            if not text:
+                continue
+            self._log_positions[folder] = position + len(text)
+            ending = b"" if text.endswith(b"\n") else b"\n"
+            with (self._folder / LOG_FILE).open("ab") as log:
+                log.write(text + ending)
 
     def append_remaining_output(self) -> None:
         """Append the last log lines and all samples, once all nodes have ended."""

@@ -115,49 +115,69 @@ def pyxis_flags(image: str, mounts: Sequence[Path]) -> tuple[str, ...]:
 
 def render_batch_script(job: BatchJob) -> str:
     """Return the batch script of a job. Every value in the script is quoted, and no value is a secret."""
-    lines = [
+    nodes = plural(job.slurm.nodes, "node")
+    inherited = " ".join(job.inherited) or "nothing"
+    header = (
         "#!/usr/bin/env bash",
-        f"# {job.name} on {plural(job.slurm.nodes, 'node')}: the kit's launcher on each starts "
-        "torchrun.",
-        *(f"#SBATCH {line}" for line in _directives(job)),
-        f"# Passed on from the submitter, beside {' '.join(BASICS)}: {' '.join(job.inherited) or 'nothing'}.",
+        f"# {job.name} on {nodes}: the kit's launcher on each starts torchrun.",
+        *(f"#SBATCH {directive}" for directive in _directives(job)),
+        f"# Passed on from the submitter, beside {' '.join(BASICS)}: {inherited}.",
         "set -euo pipefail",
+    )
+    setup = (
         *_redirect_output(job.tasks),
-        # Environment modules and conda read variables that are not set, at which `set -u` would end the script.
-        *(("set +u", *DEFINE_MODULE, *job.slurm.setup, "set -u") if job.slurm.setup else ()),
+        *_load_site(job.slurm.setup),
         *_select_task(job.tasks),
         f"export PYTHONPATH={shlex.quote(PYTHON_PATH)}",
         "export NNODES=$SLURM_JOB_NUM_NODES RENDEZVOUS=c10d",
         MASTER_PORT,
         *FIRST_NODE,
         CPUS,
+    )
+    launcher = shlex.join((job.python, "-m", "parakit"))
+    start = (
         "# Launchers hear of each other's end themselves; srun must not end one that is clearing up.",
         f"exec srun {shlex.join(_srun_options(job))} \\",
         """  bash -c 'NODE_RANK=$SLURM_NODEID exec "$@"' node \\""",
-        f'  {shlex.join((job.python, "-m", "parakit"))} "${{words[@]}}"',
-    ]
-    return "\n".join(lines) + "\n"
+        f'  {launcher} "${{words[@]}}"',
+    )
+    return "\n".join((*header, *setup, *start)) + "\n"
+
+
+def _load_site(site_lines: Sequence[str]) -> Sequence[str]:
+    """Return the shell lines of the site file, with `module` defined before them; empty without such lines."""
+    if not site_lines:
+        return ()
+    # Environment modules and conda read variables that are not set, at which `set -u` would end the script.
+    return ("set +u", *DEFINE_MODULE, *site_lines, "set -u")
 
 
 def _directives(job: BatchJob) -> Sequence[str]:
     """Return the options of the script's #SBATCH lines. Options of the site file and of the user come last."""
-    is_array = len(job.tasks) > 1
-    output = "/dev/null"
-    if not is_array:
+    signal: tuple[str, ...] = ()
+    if job.warning_seconds:
+        signal = (f"--signal=USR1@{job.warning_seconds}",)
+    if len(job.tasks) > 1:
+        array: tuple[str, ...] = (f"--array=0-{len(job.tasks) - 1}%{MAX_RUNNING_TASKS}",)
+        output = "/dev/null"  # Each task redirects its own output.
+    else:
+        array = ()
+        # In this option, sbatch replaces patterns that begin with a percent sign.
         output = f"{ROOT / job.tasks[0].folder}/{OUTPUT_FILE}".replace("%", "%%")
+    exported = sorted({*BASICS, *job.inherited})
     return (
         f"--job-name={job.name}",
         f"--nodes={job.slurm.nodes}",
         "--ntasks-per-node=1",
         *_resources(job),
         f"--time={TIME_LIMIT}",
-        *((f"--signal=USR1@{job.warning_seconds}",) if job.warning_seconds else ()),
-        *((f"--array=0-{len(job.tasks) - 1}%{MAX_RUNNING_TASKS}",) if is_array else ()),
+        *signal,
+        *array,
         f'--chdir="{ROOT}"',
         f'--output="{output}"',
         "--open-mode=append",
         "--requeue",
-        f"--export={','.join(sorted({*BASICS, *job.inherited}))}",
+        f"--export={','.join(exported)}",
         *job.slurm.directives,
     )
 
@@ -207,7 +227,9 @@ def _select_task(tasks: Sequence[ArrayTask]) -> Sequence[str]:
         return _set_task(tasks[0])
     lines = ["case $SLURM_ARRAY_TASK_ID in"]
     for number, task in enumerate(tasks):
-        lines += [f"{number})", *(f"  {line}" for line in _set_task(task)), "  ;;"]
+        lines.append(f"{number})")
+        lines += [f"  {line}" for line in _set_task(task)]
+        lines.append("  ;;")
     return (*lines, "esac")
 
 

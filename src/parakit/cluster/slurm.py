@@ -175,17 +175,18 @@ def query_job_states(job_ids: Sequence[str]) -> dict[str, JobState] | None:
     """
     if not job_ids:
         return {}
-    queue = _run_slurm(
-        "squeue", "--me", "--array", "--states=all", "--noheader", "--format=%i|%T|%r"
-    )
+    queue_options = ("--me", "--array", "--states=all", "--noheader", "--format=%i|%T|%r")
+    queue = _run_slurm("squeue", *queue_options)
     if queue is None:
         return None
     states = _parse_states(queue)
-    missing = [job for job in job_ids if job not in states]
-    if missing:
-        # A cluster without accounting has no sacct. Then the queue alone has to do.
+    ended_jobs = [job for job in job_ids if job not in states]
+    if ended_jobs:
         options = ("--allocations", "--noheader", "--parsable2", "--format=JobID,State,Reason")
-        states |= _parse_states(_run_slurm("sacct", *options, "--jobs", ",".join(missing)) or "")
+        accounting = _run_slurm("sacct", *options, "--jobs", ",".join(ended_jobs))
+        # A cluster without accounting has no sacct. Then the queue alone has to do.
+        if accounting is not None:
+            states |= _parse_states(accounting)
     return {job: states[job] for job in job_ids if job in states}
 
 
@@ -248,15 +249,18 @@ def _read_site(named_file: str | None) -> tuple[tuple[str, ...], tuple[str, ...]
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(f"SLURM_SITE={path} cannot be read ({error}).") from None
-    directives = tuple(
-        line.removeprefix(_DIRECTIVE).strip() for line in lines if line.startswith(_DIRECTIVE)
-    )
+    directives: list[str] = []
+    shell_lines: list[str] = []
+    for line in lines:
+        if line.startswith(_DIRECTIVE):
+            directives.append(line.removeprefix(_DIRECTIVE).strip())
+        elif line and not line.startswith("#!"):
+            shell_lines.append(line)
     try:
         split_directives(directives)
     except ValueError as error:
         raise LaunchError(f"SLURM_SITE={path} has a wrong #SBATCH line ({error}).") from None
-    setup = tuple(line for line in lines if line and not line.startswith(("#!", _DIRECTIVE)))
-    return directives, setup
+    return tuple(directives), tuple(shell_lines)
 
 
 def _parse_states(text: str) -> dict[str, JobState]:

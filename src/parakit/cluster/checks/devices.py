@@ -151,12 +151,14 @@ def _report_no_gpu() -> CheckResult:
 def _check_topology(described: "dict[str, Any]") -> CheckResult:
     """Return a warning if not all GPUs are connected by NVLink, or if NVML does not report the links."""
     links = described["links"]
-    if all(link["nvlinks"] is link["topology"] is None for link in links):
+    is_unreported = all(link["nvlinks"] is None and link["topology"] is None for link in links)
+    if is_unreported:
         return pass_or_warn("Topology", "NVML does not report it", "see 'nvidia-smi topo -m'")
-    fix = "the published numbers were made over NVLink; here TP, SP and CP will take longer"
+    fix = ""
     has_nvlink = all(link["nvlinks"] for link in links)
-    finding = described["connection"] + ", between GPUs"
-    return pass_or_warn("Topology", finding, "" if has_nvlink else fix)
+    if not has_nvlink:
+        fix = "the published numbers were made over NVLink; here TP, SP and CP will take longer"
+    return pass_or_warn("Topology", described["connection"] + ", between GPUs", fix)
 
 
 def _check_rate(measured: "dict[str, Any]") -> CheckResult:

@@ -13,7 +13,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -113,6 +112,7 @@ class Container:
             command: The command inside of the container.
             settings: Names of further variables that the container inherits.
         """
+        needs_infiniband = self.gpus and INFINIBAND.is_dir()
         options = {
             "--rm": True,
             "--init": True,
@@ -121,15 +121,14 @@ class Container:
             **CONFINED,
             **self.engine_options(),
             "--network": "host" if self.host_network else None,
-            "--device": INFINIBAND if self.gpus and INFINIBAND.is_dir() else None,
+            "--device": INFINIBAND if needs_infiniband else None,
         }
-        mounts = [("--mount", bind_mount(path)) for path in self.mounts]
-        names = sorted({*settings, *self.inherited, *ALWAYS})
-        environment = [("--env", name) for name in names]
-        environment.append(("--env", f"PYTHONPATH={PYTHON_PATH}"))
-        repeated = chain.from_iterable(mounts + environment)
-        options_for_nccl = self.options_for_nccl()
-        flags = (*format_flags(options), *options_for_nccl, *repeated)
+        flags = [*format_flags(options), *self.options_for_nccl()]
+        for path in self.mounts:
+            flags += ["--mount", bind_mount(path)]
+        for name in sorted({*settings, *self.inherited, *ALWAYS}):
+            flags += ["--env", name]
+        flags += ["--env", f"PYTHONPATH={PYTHON_PATH}"]
         return (self.program, "run", *flags, self.image, *command)
 
     def engine_options(self) -> dict[str, str | bool | None]:
@@ -227,9 +226,12 @@ def inherited_names(
     names = {*INHERITED, *PROXIES, *also}
     inherited = []
     for name, value in sorted(environment.items()):
+        if name in names:
+            inherited.append(name)
+            continue
         names_folder = value.startswith("/") and not name.startswith(_PREFIXES_OF_PATHS_TOO)
-        is_prefixed = name.startswith(INHERITED_PREFIXES) and not (in_container and names_folder)
-        if name in names or is_prefixed:
+        is_left_out = in_container and names_folder
+        if name.startswith(INHERITED_PREFIXES) and not is_left_out:
             inherited.append(name)
     return tuple(inherited)
 
@@ -329,15 +331,20 @@ def query_container_end(container: str, since: float, program: str = "docker") -
     )
 
 
-def _end_from_podman_events(container: str, events: Iterable[Mapping[str, Any]]) -> ContainerEnd:
+def _end_from_podman_events(container: str, events: Sequence[Mapping[str, Any]]) -> ContainerEnd:
     """Return how a container ended by Podman's events.
 
     Podman names no signals. A container that was killed has the signal in its exit code, which is 128 + n.
     """
     statuses = {event["Status"] for event in events}
-    codes = [int(event.get("ContainerExitCode") or 0) for event in events]
-    signals = tuple(code - 128 for code in codes if code > 128) if "kill" in statuses else ()
-    return ContainerEnd(container, "podman", signals=signals, out_of_memory="oom" in statuses)
+    signals: list[int] = []
+    if "kill" in statuses:
+        for event in events:
+            exit_code = int(event.get("ContainerExitCode") or 0)
+            if exit_code > 128:
+                signals.append(exit_code - 128)
+    out_of_memory = "oom" in statuses
+    return ContainerEnd(container, "podman", signals=tuple(signals), out_of_memory=out_of_memory)
 
 
 def remove_container(file: Path, program: str = "docker") -> bool:

@@ -177,11 +177,8 @@ def build_image(
             build failed.
     """
     pair = find_pair(image)
-    if base_image and (":" in base_image.rpartition("/")[2] or "@" in base_image):
-        raise LaunchError(
-            f"BASE_IMAGE={base_image} has a tag or a digest, which the pair of IMAGE= states; name the image "
-            "alone, such as mirror.example/nvidia/pytorch."
-        )
+    if base_image:
+        _check_base_image(base_image)
     program = runtime or RuntimeName.DOCKER
     if program in (RuntimeName.APPTAINER, RuntimeName.HOST):
         file = sif_file(pair.name)
@@ -209,3 +206,14 @@ def build_image(
         )
     print(f"Built {pair.name}.")
     return 0
+
+
+def _check_base_image(base_image: str) -> None:
+    """Raise LaunchError if BASE_IMAGE= has a tag or a digest. A colon before the last slash is that of a port."""
+    has_tag = ":" in base_image.rpartition("/")[2]
+    has_digest = "@" in base_image
+    if has_tag or has_digest:
+        raise LaunchError(
+            f"BASE_IMAGE={base_image} has a tag or a digest, which the pair of IMAGE= states; name the image "
+            "alone, such as mirror.example/nvidia/pytorch."
+        )

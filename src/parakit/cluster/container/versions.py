@@ -37,18 +37,21 @@ def installed_versions() -> dict[str, str]:
 
     Packages that are not installed are left out.
     """
+    cuda = _cuda_of_torch()
     versions: dict[str, str | None] = {
         "python": platform.python_version(),
         "platform": sys.platform,
-        "cuda": _cuda_of_torch(),
+        "cuda": cuda,
     }
-    versions |= {name: _package_version(name) for name in PACKAGES}
-    cuda_major = (versions["cuda"] or "").partition(".")[0]
-    for name, package in LIBRARIES.items():
-        versions[name] = _package_version(package + cuda_major)
-        if versions[name] is None and image_tag():
+    for name in PACKAGES:
+        versions[name] = _package_version(name)
+    cuda_major = (cuda or "").partition(".")[0]
+    for name, package_prefix in LIBRARIES.items():
+        version = _package_version(package_prefix + cuda_major)
+        if version is None and image_tag():
             # NVIDIA's images install the libraries without pip, and have their versions in the environment.
-            versions[name] = os.environ.get(f"{name.upper()}_VERSION")
+            version = os.environ.get(f"{name.upper()}_VERSION")
+        versions[name] = version
     return {name: version for name, version in versions.items() if version}
 
 

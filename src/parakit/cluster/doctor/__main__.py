@@ -53,20 +53,18 @@ def format_results(results: "list[CheckResult]", width: int, colour: bool) -> st
         width: Columns of the terminal, at which lines are broken.
         colour: True to colour the status.
     """
-    column = max(len(result.subject) for result in results) + 2
-    indent = " " * (6 + column)
+    subject_width = max(len(result.subject) for result in results) + 2
+    indent = " " * (len(PASS) + 2 + subject_width)
+    text_width = max(30, width - len(indent))
     lines = []
     for result in results:
         status = result.status
         if colour:
             status = f"\x1b[{COLOURS[status]}m{status}\x1b[0m"
-        head = f"{status}  {result.subject:{column}}"
-        parts = [result.finding] + (["→ " + result.fix] if result.fix else [])
-        text_width = max(30, width - len(indent))
-        texts = []  # type: list[str]
-        for part in parts:
-            texts += textwrap.wrap(part, text_width, break_on_hyphens=False)
-        lines.append(head + texts[0])
+        texts = textwrap.wrap(result.finding, text_width, break_on_hyphens=False)
+        if result.fix:
+            texts += textwrap.wrap("→ " + result.fix, text_width, break_on_hyphens=False)
+        lines.append(f"{status}  {result.subject:{subject_width}}{texts[0]}")
         lines += [indent + text for text in texts[1:]]
     return "\n".join(lines)
 
@@ -85,11 +83,11 @@ def main() -> int:
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     text = format_results(results, shutil.get_terminal_size((100, 24)).columns, colour)
     statuses = [result.status for result in results]
-    counts = (f"{statuses.count(status)} {status}" for status in (PASS, WARN, FAIL))
+    counts = ", ".join(f"{statuses.count(status)} {status}" for status in (PASS, WARN, FAIL))
     # A terminal of the C locale accepts ASCII alone, and the doctor must not fail for that reason.
-    output = text + "\n" + ", ".join(counts) + "\n"
-    sys.stdout.buffer.write(output.encode(sys.stdout.encoding or "ascii", "replace"))
-    return int(any(result.status == FAIL for result in results))
+    output = f"{text}\n{counts}\n".encode(sys.stdout.encoding or "ascii", "replace")
+    sys.stdout.buffer.write(output)
+    return 1 if FAIL in statuses else 0
 
 
 if __name__ == "__main__":

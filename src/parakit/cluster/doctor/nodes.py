@@ -13,8 +13,9 @@ import statistics
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from rich.console import Console
@@ -69,22 +70,23 @@ def main() -> int:
     console = Console()
     try:
         srun = srun_command(os.environ)
-        results = ask_nodes(srun)
-        all_reduce = measure_all_reduce(srun) if len(results) > 1 else None
+        results_by_node = ask_nodes(srun)
+        all_reduce = measure_all_reduce(srun) if len(results_by_node) > 1 else None
     except ValueError as error:
         say(console, str(error), "red")
         return 2
-    outliers = find_outliers(results)
-    console.print(rich_table(_make_table(results, outliers), console.width))
+    outliers = find_outliers(results_by_node)
+    console.print(rich_table(_make_table(results_by_node, outliers), console.width))
     if all_reduce is not None:
         say(console, describe_all_reduce(all_reduce))
     for outlier in outliers:
         text = f"{outlier.node} differs: {outlier.subject}: {outlier.finding}; others: {outlier.usual}."
         say(console, text, "yellow")
     if not outliers:
-        console.print(f"{len(results)} nodes, no difference.", highlight=False)
-    has_failed = any(row.status == FAIL for rows in results.values() for row in rows)
-    return int(has_failed or bool(outliers))
+        console.print(f"{len(results_by_node)} nodes, no difference.", highlight=False)
+    results = chain.from_iterable(results_by_node.values())
+    has_failed = any(result.status == FAIL for result in results)
+    return 1 if has_failed or outliers else 0
 
 
 def ask_nodes(srun: Sequence[str]) -> ResultsByNode:
@@ -131,12 +133,14 @@ def describe_all_reduce(figures: Mapping[str, Any]) -> str:
     (result, *_) = check_rates({**figures, "clocks": []})
     pair_rates, nodes = figures["pairs"], figures["nodes"]
     text = f"{result.status}: {len(nodes)} nodes: {result.finding}."
-    slowest = min(range(len(pair_rates)), key=pair_rates.__getitem__)
+    slowest_rate = min(pair_rates)
     median = statistics.median(pair_rates)
-    if pair_rates[slowest] < (1 - OUTLIER_FRACTION) * median:
-        neighbour = nodes[(slowest + 1) % len(nodes)]
+    if slowest_rate < (1 - OUTLIER_FRACTION) * median:
+        # Pair i is node i and the next node; the last node is paired with the first.
+        pair = pair_rates.index(slowest_rate)
+        neighbour = nodes[(pair + 1) % len(nodes)]
         text += (
-            f" The slowest pair is {nodes[slowest]} and {neighbour}: {gb(pair_rates[slowest])} GB/s, "
+            f" The slowest pair is {nodes[pair]} and {neighbour}: {gb(slowest_rate)} GB/s, "
             f"and the pairs' median is {gb(median)} GB/s."
         )
     return text
@@ -180,24 +184,34 @@ def find_outliers(results_by_node: ResultsByNode) -> list[Outlier]:
     most nodes. If no finding has a majority, as with two nodes that differ, every node is an outlier.
     """
     outliers: list[Outlier] = []
+    for subject, results in _group_by_subject(results_by_node).items():
+        differing_nodes, usual_finding = _find_differing_nodes(results)
+        for node in sorted(differing_nodes):
+            usual = usual_finding or _list_other_findings(node, results)
+            outliers.append(Outlier(node, subject, results[node].finding, usual))
+    return outliers
+
+
+def _group_by_subject(results_by_node: ResultsByNode) -> dict[str, dict[str, CheckResult]]:
+    """Return the results by subject and node. A node without a result of a check gets a warning in its place."""
     by_subject: dict[str, dict[str, CheckResult]] = {}
     for node, results in results_by_node.items():
         for result in results:
             by_subject.setdefault(result.subject, {})[node] = result
-    for subject, rows in by_subject.items():
+    for subject, result_by_node in by_subject.items():
         for node in results_by_node:
-            if node not in rows:
-                rows[node] = CheckResult(WARN, subject, "no such row")
-        differing_nodes, usual_finding = _find_differing_nodes(rows)
-        for node in sorted(differing_nodes):
-            usual = usual_finding or "; ".join(
-                f"{name}: {rows[name].finding}" for name in sorted(rows) if name != node
-            )
-            outliers.append(Outlier(node, subject, rows[node].finding, usual))
-    return outliers
+            if node not in result_by_node:
+                result_by_node[node] = CheckResult(WARN, subject, "no such row")
+    return by_subject
 
 
-def _find_differing_nodes(rows: Mapping[str, CheckResult]) -> tuple[list[str], str]:
+def _list_other_findings(node: str, results: Mapping[str, CheckResult]) -> str:
+    """Return the findings of all nodes but one, each with its node, sorted by node."""
+    other_nodes = sorted(name for name in results if name != node)
+    return "; ".join(f"{other}: {results[other].finding}" for other in other_nodes)
+
+
+def _find_differing_nodes(results: Mapping[str, CheckResult]) -> tuple[list[str], str]:
     """Return the nodes whose result of one check differs, and the usual finding.
 
     If all results are measured values, nodes far from the median differ. Otherwise nodes differ whose finding is
@@ -205,50 +219,60 @@ def _find_differing_nodes(rows: Mapping[str, CheckResult]) -> tuple[list[str], s
     that does not differ. It is an empty text if all nodes differ.
 
     Args:
-        rows: The results of one check, by node.
+        results: The results of one check, by node.
     """
-    values = [result.value for result in rows.values() if result.value is not None]
-    if len(values) == len(rows):
-        median = statistics.median(values)
+    values = {node: result.value for node, result in results.items() if result.value is not None}
+    if len(values) == len(results):
+        median = statistics.median(values.values())
         tolerance = OUTLIER_FRACTION * abs(median)
-        differing = [
-            node for node, row in rows.items() if abs((row.value or 0) - median) > tolerance
-        ]
+        differing = [node for node, value in values.items() if abs(value - median) > tolerance]
     else:
-        counts = Counter(result.finding for result in rows.values()).most_common()
-        usual_finding, count = counts[0]
-        has_majority = 2 * count > len(rows)
+        counts = Counter(result.finding for result in results.values())
+        (commonest_finding, count) = counts.most_common(1)[0]
+        if 2 * count <= len(results):
+            return list(results), ""
         differing = [
-            node for node, row in rows.items() if not has_majority or row.finding != usual_finding
+            node for node, result in results.items() if result.finding != commonest_finding
         ]
-    usual = (row.finding for node, row in rows.items() if node not in differing)
-    return differing, next(usual, "")
+    for node, result in results.items():
+        if node not in differing:
+            return differing, result.finding
+    return differing, ""
 
 
 def _make_table(results_by_node: ResultsByNode, outliers: Sequence[Outlier]) -> Table[str]:
     """Return a table with a row per check and a column per node; outliers and problems are yellow."""
-    outlier_cells = {(outlier.node, outlier.subject) for outlier in outliers}
-    rows_by_node = {
-        node: {result.subject: result for result in results}
-        for node, results in results_by_node.items()
-    }
+    columns = [Column[str]("what", str, right=False)]
+    subjects: dict[str, None] = {}  # The keys are a set in the order of the checks.
+    for node, results in results_by_node.items():
+        result_by_subject = {result.subject: result for result in results}
+        outlier_subjects = {outlier.subject for outlier in outliers if outlier.node == node}
+        columns.append(_make_node_column(node, result_by_subject, outlier_subjects))
+        subjects |= dict.fromkeys(result_by_subject)
+    return Table(tuple(columns), tuple(subjects))
 
-    def make_node_column(node: str) -> Column[str]:
-        rows = rows_by_node[node]
 
-        def choose_style(subject: str) -> str:
-            result = rows.get(subject)
-            is_good = result is not None and result.status == PASS
-            return "" if is_good and (node, subject) not in outlier_cells else "yellow"
+def _make_node_column(
+    node: str, result_by_subject: Mapping[str, CheckResult], outlier_subjects: Collection[str]
+) -> Column[str]:
+    """Return the column of a node. A check without a result is a dash."""
 
-        def format_result(result: CheckResult | None) -> str:
-            return f"{result.status}: {result.finding}" if result else DASH
+    def choose_style(subject: str) -> str:
+        result = result_by_subject.get(subject)
+        has_passed = result is not None and result.status == PASS
+        return "" if has_passed and subject not in outlier_subjects else "yellow"
 
-        return Column(node, rows.get, format_result, right=False, style=choose_style, wraps=True)
+    def format_result(result: CheckResult | None) -> str:
+        return f"{result.status}: {result.finding}" if result else DASH
 
-    columns = (Column[str]("what", str, right=False), *map(make_node_column, results_by_node))
-    subjects = dict.fromkeys(subject for rows in rows_by_node.values() for subject in rows)
-    return Table(columns, tuple(subjects))
+    return Column(
+        node,
+        result_by_subject.get,
+        format_result,
+        right=False,
+        style=choose_style,
+        wraps=True,
+    )
 
 
 def _parse_node_count(environment: Mapping[str, str]) -> int:
