@@ -84,16 +84,20 @@ class Study:
 
         The runs of a cell with a label are a row of that name. Without runs nothing is written, and 1 is returned.
         """
-        folders: list[str] = []
+        arguments: list[str] = []
         for result in self.results:
-            names = list(map(str, result.folders))
-            if result.cell.label and names:
-                names = [f"{result.cell.label}={','.join(names)}"]
-            folders += names
-        if not folders:
+            folders = list(map(str, result.folders))
+            if result.cell.label and folders:
+                arguments.append(f"{result.cell.label}={','.join(folders)}")
+            else:
+                arguments += folders
+        if not arguments:
             return 1
         options = ("--name", self.experiment.report, "--reports", relative_to_root(self.reports))
-        return call_module("parakit", "report", *folders, *options) or int(not self.is_complete)
+        code = call_module("parakit", "report", *arguments, *options)
+        if code:
+            return code
+        return 0 if self.is_complete else 1
 
     def write_comparison(self, text: str) -> None:
         """Write a Markdown text as `comparison.md` into the report's folder, and print it."""
@@ -234,13 +238,19 @@ def _compose_cells(experiment: Experiment, console: Console) -> PlannedCells:
     if problems and not experiment.file.skips_illegal:
         raise next(iter(problems.values()))
     if not experiment.options.dry_run:
-        for launch in launches.values():
-            make_sample(launch.data, console)
-        if SAMPLE in {launch.data for launch in launches.values()}:
-            data = open_dataset(ROOT / SAMPLE)
-            sentence = f"Data: {data.tokens:,} GPT-2 tokens in {data.documents} documents."
-            console.print(sentence, highlight=False)
+        _make_samples(launches.values(), console)
     return PlannedCells(launches, {cell: str(error) for cell, error in problems.items()})
+
+
+def _make_samples(launches: Iterable[Launch], console: Console) -> None:
+    """Make the sample data sets of launches that are missing, and print the size of the usual sample if it is used."""
+    data_sets = [launch.data for launch in launches]
+    for data in data_sets:
+        make_sample(data, console)
+    if SAMPLE in data_sets:
+        sample = open_dataset(ROOT / SAMPLE)
+        sentence = f"Data: {sample.tokens:,} GPT-2 tokens in {sample.documents} documents."
+        console.print(sentence, highlight=False)
 
 
 def _check_cells(planned: PlannedCells, experiment: Experiment) -> PlannedCells:
@@ -259,7 +269,10 @@ def _check_cells(planned: PlannedCells, experiment: Experiment) -> PlannedCells:
     launches, problems = _make_launches(check, planned.launches)
     if problems and not experiment.file.skips_illegal:
         raise LaunchError(_merge_problems(problems.values(), experiment.file.instead))
-    reasons = {**planned.skipped, **{cell: str(error) for cell, error in problems.items()}}
+    reasons = dict(planned.skipped)
+    for cell, error in problems.items():
+        reasons[cell] = str(error)
+    # The skipped cells are in the order of the experiment, and each rule is in one line.
     rules = {cell: " ".join(reasons[cell].split()) for cell in experiment.cells if cell in reasons}
     return PlannedCells(launches, rules)
 
@@ -270,10 +283,15 @@ def _merge_problems(problems: Iterable[ValueError], instead: str) -> str:
     Problems are the same if their texts up to the first semicolon are equal, apart from a number of GPUs at the
     beginning.
     """
-    lines: dict[str, str] = {}
-    for line in "\n".join(map(str, problems)).splitlines():
-        lines.setdefault(line.partition(";")[0].lstrip("0123456789"), line)
-    return "\n".join(filter(None, (*lines.values(), instead)))
+    line_by_problem: dict[str, str] = {}
+    for problem in problems:
+        for line in str(problem).splitlines():
+            problem_text = line.partition(";")[0].lstrip("0123456789")
+            line_by_problem.setdefault(problem_text, line)
+    lines = list(line_by_problem.values())
+    if instead:
+        lines.append(instead)
+    return "\n".join(line for line in lines if line)
 
 
 def describe_skipped(skipped: Mapping[Cell, str]) -> list[str]:

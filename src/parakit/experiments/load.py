@@ -117,24 +117,38 @@ def load_sweep(name: str, options: Options, axes: Mapping[str, str]) -> Experime
         LaunchError: A word is no model, strategy, backend or number of devices, or the name is almost the name of
             a file, which the message names.
     """
-    names = [path.stem for path in FOLDER.glob("*.yaml")]
-    named_file = read_experiment_file(name) if name in names else None
-    if named_file is None and not any(axes.values()):
-        _refuse_mistyped_name(name, names)
-    file = named_file
-    if file is None or file.table != SWEEP:
-        file = read_experiment_file(SWEEP)
+    file = _read_sweep_file(name, has_axes=any(axes.values()))
     values_by_field = {}
     for axis, field in AXES.items():
-        text = axes.get(axis)
-        if text:
-            values_by_field[field] = list(dict.fromkeys(text.replace(",", " ").split()))
+        values = axes.get(axis, "").replace(",", " ").split()
+        if values:
+            values_by_field[field] = list(dict.fromkeys(values))
     for backend in values_by_field.get("backend", []):
         if backend not in list(Backend):
             raise LaunchError(f"BACKENDS={backend} is not megatron, native, deepspeed or bare.")
     for devices in values_by_field.get("devices", []):
         parse_devices(devices, "DEVICES")
     return replace(_Loader(name, file, options).load(values_by_field), report=name)
+
+
+def _read_sweep_file(name: str, has_axes: bool) -> ExperimentFile:
+    """Return the file of a sweep: `NAME.yaml` if it is a sweep, else `sweep.yaml`.
+
+    Args:
+        name: Name of the sweep.
+        has_axes: True if the caller says what to sweep.
+
+    Raises:
+        LaunchError: The name is almost a file's, and the caller does not say what to sweep.
+    """
+    names = [path.stem for path in FOLDER.glob("*.yaml")]
+    if name in names:
+        file = read_experiment_file(name)
+        if file.table == SWEEP:
+            return file
+    elif not has_axes:
+        _refuse_mistyped_name(name, names)
+    return read_experiment_file(SWEEP)
 
 
 def _refuse_mistyped_name(name: str, names: Sequence[str]) -> None:
@@ -209,11 +223,15 @@ class _Loader:
         packages = {entry.needs for entry in entries if entry.needs}
         missing = {name for name in packages if importlib.util.find_spec(name) is None}
         chosen = [entry for entry in self._choose_entries(entries) if entry.needs not in missing]
-        num_seeds = max(file.repeats, self.options.repeats) if file.repeats_change_seed else 1
-        cells = tuple(self._make_cell(entry, seed) for seed in range(num_seeds) for entry in chosen)
+        num_seeds = 1
+        if file.repeats_change_seed:
+            num_seeds = max(file.repeats, self.options.repeats)
+        cells: list[Cell] = []
+        for seed in range(num_seeds):
+            cells += [self._make_cell(entry, seed) for entry in chosen]
         return Experiment(
             report=file.report.format(model=cells[0].job.model.name),
-            cells=cells,
+            cells=tuple(cells),
             file=file,
             budget_seconds=file.budget_seconds,
             left_out=tuple(file.packages[package] for package in sorted(missing)),
@@ -242,17 +260,21 @@ class _Loader:
             cell: A cell of the file: its fields, or only the name of its strategy, to which `axes` do not apply.
             axes: Values by the field of a cell, which replace those of the file.
         """
-        fields = {"strategy": cell} if isinstance(cell, str) else {**cell, **axes}
-        # Axes come first, in their order. The fields after them do not vary, or are settings.
-        ordered = {name: fields[name] for name in AXES.values() if name in fields} | fields
-        settings = ordered.pop("settings", {})
-        ordered |= settings
-        models = ordered.get("model")
-        if isinstance(models, list):
-            ordered["model"] = _sort_models(models, ordered.get("strategy", ()))
-        axis_values = (value if isinstance(value, list) else [value] for value in ordered.values())
-        for values in product(*axis_values):
-            entry = dict(zip(ordered, values, strict=True))
+        fields: dict[str, Any] = {"strategy": cell}
+        if not isinstance(cell, str):
+            fields = {**cell, **axes}
+        settings = fields.pop("settings", {})
+        if isinstance(fields.get("model"), list):
+            fields["model"] = _sort_models(fields["model"], fields.get("strategy", ()))
+        # The first field varies slowest. So axes come first, in their order, and settings last.
+        axis_fields = {name: fields[name] for name in AXES.values() if name in fields}
+        ordered = {**axis_fields, **fields, **settings}
+        # A field that is no list has one value.
+        values_per_field = [
+            values if isinstance(values, list) else [values] for values in ordered.values()
+        ]
+        for combination in product(*values_per_field):
+            entry = dict(zip(ordered, combination, strict=True))
             # Texts may name other fields, as in `{model} under {strategy}`.
             texts = {key: entry[key].format(**entry) for key in ("label", "why") if key in entry}
             entry |= texts
@@ -326,32 +348,18 @@ class _Loader:
     def _merge_shared_options(self, model: Model, device: DeviceKind) -> Options:
         """Return the options that all cells with this model and kind of devices share.
 
-        Variables that the file fixes replace the caller's variables, and these replace the file's defaults. Of the
-        defaults, those of the model have priority, then those of the device, of all cells, and of the batch.
+        Variables that the file fixes replace the caller's variables, and these replace the file's defaults.
         """
         file, unset = self.file, Options()
-        default_fields: dict[str, Any] = {}
-        if file.batch != "strategy":
-            ranks = file.devices if file.batch == "model_each_rank" else 1
-            default_fields["micro_batch_size"] = model.batch.micro_batch_size
-            default_fields["global_batch_size"] = model.batch.global_batch_size * ranks
-        device_variables = file.on_cpu if device is DeviceKind.CPU else file.on_gpu
-        model_variables = [
-            variables
-            for pattern, variables in file.on_models.items()
-            if fnmatch(model.name, pattern)
-        ]
-        for variables in (file.defaults, device_variables, *model_variables):
-            default_fields |= self._parse_fields(variables)
-        defaults = {
-            field: value
-            for field, value in default_fields.items()
-            if getattr(self.options, field) == getattr(unset, field)
-        }
-        fixed = self._parse_fields(file.fixed)
+        chosen_fields: dict[str, Any] = {}
+        for field, value in self._list_default_fields(model, device).items():
+            is_unset = getattr(self.options, field) == getattr(unset, field)
+            if is_unset:
+                chosen_fields[field] = value
+        chosen_fields |= self._parse_fields(file.fixed)
         if file.repeats_change_seed:
-            fixed["repeats"] = 1
-        options = replace(self.options, **{**defaults, **fixed})
+            chosen_fields["repeats"] = 1
+        options = replace(self.options, **chosen_fields)
         if file.evaluation_batches is None:
             return options
         # One evaluation, after the last iteration.
@@ -360,6 +368,25 @@ class _Loader:
             *("--eval-iters", str(file.evaluation_batches)),
         )
         return replace(options, extra=(*evaluation, *options.extra))
+
+    def _list_default_fields(self, model: Model, device: DeviceKind) -> dict[str, Any]:
+        """Return the file's defaults for a model and a kind of devices, by the field of `Options`.
+
+        Defaults of the model have priority, then those of the device, of all cells, and of the batch.
+        """
+        file = self.file
+        default_fields: dict[str, Any] = {}
+        if file.batch != "strategy":
+            ranks = file.devices if file.batch == "model_each_rank" else 1
+            default_fields["micro_batch_size"] = model.batch.micro_batch_size
+            default_fields["global_batch_size"] = model.batch.global_batch_size * ranks
+        default_fields |= self._parse_fields(file.defaults)
+        device_variables = file.on_cpu if device is DeviceKind.CPU else file.on_gpu
+        default_fields |= self._parse_fields(device_variables)
+        for pattern, variables in file.on_models.items():
+            if fnmatch(model.name, pattern):
+                default_fields |= self._parse_fields(variables)
+        return default_fields
 
     def _parse_fields(self, variables: Mapping[str, VariableValue]) -> dict[str, Any]:
         """Return the fields of `Options` that make variables of the file set."""
@@ -374,7 +401,8 @@ def _sort_models(models: Sequence[str], strategies: str | Sequence[str]) -> list
     Raises:
         LaunchError: A model or a strategy is unknown.
     """
-    for strategy in (strategies,) if isinstance(strategies, str) else strategies:
+    checked_strategies = [strategies] if isinstance(strategies, str) else strategies
+    for strategy in checked_strategies:
         for model in models:
             parse_target(f"train-{strategy}-{model}-1cpu")
     sizes = {model: total_parameters(load_model(model).shape) for model in models}
@@ -391,10 +419,10 @@ def parse_option_fields(variables: Mapping[str, VariableValue], source: str) -> 
     Raises:
         LaunchError: A variable is unknown, or is set to its default.
     """
-    texts = {
-        key: str(int(value)) if isinstance(value, bool) else str(value)
-        for key, value in variables.items()
-    }
+    texts: dict[str, str] = {}
+    for key, value in variables.items():
+        # In make, True and False are 1 and 0.
+        texts[key] = str(int(value)) if isinstance(value, bool) else str(value)
     options, unset = options_from_texts(texts), Options()
     known = {setting.name for setting in RUN_SETTINGS}
     for key in texts:
@@ -406,8 +434,9 @@ def parse_option_fields(variables: Mapping[str, VariableValue], source: str) -> 
         other_texts = {other: text for other, text in texts.items() if other != key}
         if options_from_texts(other_texts) == options:
             raise LaunchError(f"{source} sets {key} to its default, which changes nothing.")
-    return {
-        field.name: getattr(options, field.name)
-        for field in fields(Options)
-        if field.compare and getattr(options, field.name) != getattr(unset, field.name)
-    }
+    set_fields: dict[str, Any] = {}
+    for field in fields(Options):
+        value = getattr(options, field.name)
+        if field.compare and value != getattr(unset, field.name):
+            set_fields[field.name] = value
+    return set_fields

@@ -100,24 +100,29 @@ class Runner:
 
         A cell that has failed is not trained again. A repeat for which the time budget is too short is left out.
         """
-        cells, self._began = list(self.launches), time.monotonic()
+        self._began = time.monotonic()
+        cells = list(self.launches)
         steps = order_repeats(cells)
         for step, (repeat, cell) in enumerate(steps, start=1):
-            launch = self.launches[cell]
-            title = self._format_title(cell, launch, cells.index(cell) + 1, repeat)
             if cell in self._failures:
                 continue
+            launch = self.launches[cell]
+            title = self._format_title(cell, launch, cells.index(cell) + 1, repeat)
             runs = self._list_runs(cell, launch)
             if len(runs) >= repeat:
+                # Runs are listed from the newest to the oldest, and repeats count from the oldest.
                 say(self.console, f"{title}: made before → {runs[-repeat].name}")
                 continue
-            expected = self._longest_seconds.get(launch.iterations, cell.expected_seconds)
-            if self.seconds_left is not None and expected > self.seconds_left:
+            expected_seconds = self._longest_seconds.get(launch.iterations, cell.expected_seconds)
+            if self.seconds_left is not None and expected_seconds > self.seconds_left:
                 say(self.console, f"{title}: left out, {NO_TIME}; repeat the command.")
                 continue
             outcome = self._train_once(cell, launch, title)
-            seconds = (time.monotonic() - self._began) / step * (len(steps) - step)
-            remaining = f", about {seconds:.0f} s left" if step < len(steps) else ""
+            remaining = ""
+            steps_left = len(steps) - step
+            if steps_left:
+                seconds_per_step = (time.monotonic() - self._began) / step
+                remaining = f", about {seconds_per_step * steps_left:.0f} s left"
             say(self.console, f"{title}: {outcome}{remaining}")
 
     @property
@@ -131,10 +136,14 @@ class Runner:
         """Return the runs that exist so far, one result per cell in the experiment's order."""
         results = []
         for cell, launch in self.launches.items():
-            failure, folder = self._failures.get(cell, ("", None))
-            failed = (folder,) if folder else ()
+            failure = ""
+            failed_folders: tuple[Path, ...] = ()
+            if cell in self._failures:
+                failure, folder = self._failures[cell]
+                # A run that failed before it had a folder has none.
+                failed_folders = (folder,) if folder else ()
             runs = tuple(self._list_runs(cell, launch))
-            results.append(CellResult(cell, launch, runs, failed, failure))
+            results.append(CellResult(cell, launch, runs, failed_folders, failure))
         return results
 
     def _list_runs(self, cell: Cell, launch: Launch) -> list[Path]:
@@ -157,7 +166,8 @@ class Runner:
         """
         began, folder = time.monotonic(), None
         try:
-            launch = launch.fork_from_pool(self._warm) if self.experiment.file.warm else launch
+            if self.experiment.file.warm:
+                launch = launch.fork_from_pool(self._warm)
             ensure_initial_checkpoint(launch, self.console)
             limited = replace(launch, time_limit_seconds=self.seconds_left)
             folder, status = execute_launch(limited, launch.job.options.runs, self.console, title)
@@ -233,27 +243,35 @@ def submit_missing(launches: Mapping[Cell, Launch], console: Console) -> None:
         LaunchError: Slurm is not installed, does not answer, or refuses a job.
     """
     (runs,) = {launch.job.options.runs for launch in launches.values()}
+    _refuse_silent_slurm(runs)
+    states = _read_states(runs)
+    launches_by_devices: dict[str, list[Launch]] = {}
+    for cell, launch in launches.items():
+        slurm = launch.job.options.slurm
+        assert slurm is not None
+        existing = _find_runs_in_state(STATES_NOT_RESUBMITTED, states, launch)
+        num_missing = cell.repeats - len(existing)
+        if num_missing <= 0:
+            continue
+        # NODES= counts only where the nodes share the ranks evenly.
+        nodes = slurm.nodes if launch.devices % slurm.nodes == 0 else 1
+        spread = spread_over_nodes(launch, nodes)
+        group = launches_by_devices.setdefault(launch.job.device_suffix, [])
+        group += [spread] * num_missing
+    for suffix, group in launches_by_devices.items():
+        submit_array(f"sweep-{suffix}", group, console)
+
+
+def _refuse_silent_slurm(runs: Path) -> None:
+    """Raise LaunchError if Slurm does not report the states of the jobs in a folder of runs."""
     jobs = [read_job_record(folder) for folder in find_run_folders(runs)]
-    if query_job_states([job.job_id for job in jobs if job]) is None:
+    job_ids = [job.job_id for job in jobs if job]
+    if query_job_states(job_ids) is None:
         raise LaunchError(
             f"Slurm does not say what has become of the jobs in {runs} (squeue gives no answer), so "
             "what is on its way cannot be distinguished from what is missing; repeat the command once "
             "it does."
         )
-    states = _read_states(runs)
-    groups: dict[str, list[Launch]] = {}
-    for cell, launch in launches.items():
-        slurm = launch.job.options.slurm
-        assert slurm is not None
-        # NODES= counts only where the nodes share the ranks evenly.
-        nodes = slurm.nodes if launch.devices % slurm.nodes == 0 else 1
-        existing = _find_runs_in_state(STATES_NOT_RESUBMITTED, states, launch)
-        missing = cell.repeats - len(existing)
-        if missing > 0:
-            spread = spread_over_nodes(launch, nodes)
-            groups.setdefault(launch.job.device_suffix, []).extend([spread] * missing)
-    for suffix, group in groups.items():
-        submit_array(f"sweep-{suffix}", group, console)
 
 
 def find_runs_finished_in_slurm(launch: Launch) -> list[Path]:
@@ -289,16 +307,15 @@ def _was_submitted(folder: Path, launch: Launch) -> bool:
         return False
     try:
         submitted = decode_run(job.submitted)
-        # `make resume` takes ITERS= and EXTRA=, with which an attempt trains something else.
         trainings = {identify_run(attempt).training for attempt in _read_attempts(folder)}
     except (OSError, ValueError):
         return False
-    return (
-        len(trainings) == 1
-        and identify_run(submitted).training == identify_computation(launch)
-        and submitted.entry == launch.entry
-        and job.image == choose_image(launch)
-    )
+    # `make resume` takes ITERS= and EXTRA=, with which an attempt trains something else.
+    if len(trainings) != 1:
+        return False
+    if identify_run(submitted).training != identify_computation(launch):
+        return False
+    return submitted.entry == launch.entry and job.image == choose_image(launch)
 
 
 def _find_candidate_folders(launch: Launch) -> list[Path]:
@@ -330,10 +347,9 @@ def _stands_for(folder: Path, identity: Identity) -> bool:
     """
     try:
         attempts, status = _read_attempts(folder), records.read_status(folder)
-    except (
-        OSError,
-        ValueError,
-    ):  # msgspec's errors and a folder's name that is no number are ValueErrors.
+    except (OSError, ValueError):
+        # msgspec's errors and a folder's name that is no number are ValueErrors.
         return False
-    ended_well = status.status is records.Status.OK
-    return ended_well and all(identify_run(attempt).stands_for(identity) for attempt in attempts)
+    if status.status is not records.Status.OK:
+        return False
+    return all(identify_run(attempt).stands_for(identity) for attempt in attempts)

@@ -134,13 +134,15 @@ def predict_methods(
         RequestError: There is no such dtype.
         ValueError: There is no such model or device.
     """
-    return tuple(
-        PredictedMethod(method, link, count, timed=_time_method(options, layout, count, link))
-        for link in links
-        for count in nodes
-        for method, layout in SETTINGS.methods.items()
-        if count > 2 or layout != "pp{nodes}"
-    )
+    predictions = []
+    for link in links:
+        for num_nodes in nodes:
+            for method, layout in SETTINGS.methods.items():
+                if num_nodes <= 2 and layout == "pp{nodes}":
+                    continue
+                timed = _time_method(options, layout, num_nodes, link)
+                predictions.append(PredictedMethod(method, link, num_nodes, timed=timed))
+    return tuple(predictions)
 
 
 def _time_method(options: PlanOptions, layout: str, nodes: int, link: str) -> TimedStrategy | None:
@@ -149,6 +151,8 @@ def _time_method(options: PlanOptions, layout: str, nodes: int, link: str) -> Ti
     if layout == "pp{nodes}" and model.shape.layers % nodes:
         return None
     strategy = layout.format(nodes=nodes, replicas=nodes // 2).removesuffix("dp1")
+    # Every node has as many samples as on two nodes.
+    batch_of_two_nodes = options.global_batch or 2 * model.batch.global_batch_size
     method_options = replace(
         options,
         strategy=strategy,
@@ -156,7 +160,7 @@ def _time_method(options: PlanOptions, layout: str, nodes: int, link: str) -> Ti
         nodes=nodes,
         gpus_per_node=1,
         inter=link,
-        global_batch=nodes * (options.global_batch or 2 * model.batch.global_batch_size) // 2,
+        global_batch=nodes * batch_of_two_nodes // 2,
     )
     return time_strategy(method_options)
 
@@ -167,17 +171,17 @@ def judge_column(predictions: Sequence[PredictedMethod]) -> tuple[str, str]:
     If other methods are within the planner's error of the fastest, the first text is *within noise* with their
     names. The method to use is the one with the least memory among them.
     """
-    timed = [
-        (prediction.seconds, prediction)
-        for prediction in predictions
-        if prediction.seconds is not None
-    ]
-    fastest = min(seconds for seconds, _ in timed)
-    close = [prediction for seconds, prediction in timed if are_tied(seconds, fastest)]
-    lightest = min(close, key=lambda prediction: prediction.peak_bytes or 0)
-    if len(close) == 1:
+    fastest = min(
+        prediction.seconds for prediction in predictions if prediction.seconds is not None
+    )
+    tied = []
+    for prediction in predictions:
+        if prediction.seconds is not None and are_tied(prediction.seconds, fastest):
+            tied.append(prediction)
+    lightest = min(tied, key=lambda prediction: prediction.peak_bytes or 0)
+    if len(tied) == 1:
         return lightest.method, lightest.method
-    names = joined([prediction.method for prediction in close])
+    names = joined([prediction.method for prediction in tied])
     return f"within noise: {names}", lightest.method
 
 
@@ -186,16 +190,17 @@ def format_links_table(predictions: Sequence[PredictedMethod]) -> str:
 
     All predictions are for the same number of nodes.
     """
+    predictions_by_method: dict[str, list[PredictedMethod]] = {}
+    predictions_by_link: dict[str, list[PredictedMethod]] = {link: [] for link in SETTINGS.links}
+    for prediction in predictions:
+        predictions_by_method.setdefault(prediction.method, []).append(prediction)
+        predictions_by_link[prediction.link].append(prediction)
     rows = []
-    for method in dict.fromkeys(prediction.method for prediction in predictions):
-        of_method = [prediction for prediction in predictions if prediction.method == method]
-        memory = megabytes(of_method[0].peak_bytes)
-        rows.append([method, memory, *(prediction.time_text for prediction in of_method)])
-    columns = [
-        [prediction for prediction in predictions if prediction.link == link]
-        for link in SETTINGS.links
-    ]
-    rows += _make_verdict_rows(columns, "")
+    for method, method_predictions in predictions_by_method.items():
+        memory = megabytes(method_predictions[0].peak_bytes)  # It does not depend on the link.
+        times = [prediction.time_text for prediction in method_predictions]
+        rows.append([method, memory, *times])
+    rows += _make_verdict_rows(list(predictions_by_link.values()), "")
     return markdown_rows(["Method", "Peak memory", *SETTINGS.links.values()], rows)
 
 
@@ -256,22 +261,20 @@ def format_scaling_table(predictions: Sequence[PredictedMethod]) -> str:
     """
     rows = []
     for method, claim in SETTINGS.said.items():
-        node_counts = [
-            prediction.nodes
-            for prediction in predictions
-            if prediction.method == method and prediction.seconds
-        ]
-        most_nodes = max(node_counts, default=2)
+        most_nodes = 2
+        for prediction in predictions:
+            if prediction.method == method and prediction.seconds:
+                most_nodes = max(most_nodes, prediction.nodes)
         efficiencies = {
             name: scaling_efficiency(method, link, most_nodes, predictions)
             for link, name in SETTINGS.links.items()
         }
         known = {name: value for name, value in efficiencies.items() if value is not None}
-        if most_nodes > 2 and known:
-            verdict = f"“{claim}”: {_judge_efficiencies(known, method == 'Baseline')}"
-            rows.append(
-                [f"{method}, {most_nodes} nodes", *map(percent, efficiencies.values()), verdict]
-            )
+        if most_nodes == 2 or not known:
+            continue  # Nothing was predicted on more nodes than two.
+        verdict = _judge_efficiencies(known, is_said_to_scale=method == "Baseline")
+        head = f"{method}, {most_nodes} nodes"
+        rows.append([head, *map(percent, efficiencies.values()), f"“{claim}”: {verdict}"])
     header = ["Work of a device, over that on two", *SETTINGS.links.values(), "The report"]
     return markdown_rows(header, rows)
 

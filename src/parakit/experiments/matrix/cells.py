@@ -8,7 +8,7 @@ one choice share their reference, so that few references are trained for many ce
 from __future__ import annotations
 
 import random
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import combinations, product
 
@@ -145,12 +145,13 @@ def choose_rows(matrix: Matrix, family: Family, seed: int = 1) -> list[LevelChoi
     combinable: list[list[Level]] = []
     shuffled: list[list[Level]] = []
     for feature in family.factors.values():
-        levels = [level for level in feature if not level.alone]
-        combinable.append(levels)
-        shuffled.append([levels[0], *generator.sample(levels[1:], len(levels) - 1)])
+        default, *other_levels = [level for level in feature if not level.alone]
+        combinable.append([default, *other_levels])
+        shuffled.append([default, *generator.sample(other_levels, len(other_levels))])
     # allpairspy wants two features, and one of them with two levels. With fewer, no two levels need to be combined.
     if len(shuffled) < 2 or all(len(levels) < 2 for levels in shuffled):
-        return [defaults, *((level, *defaults[1:]) for level in shuffled[0][1:])]
+        _, *other_levels = shuffled[0]
+        return [defaults, *((level, *defaults[1:]) for level in other_levels)]
 
     def is_legal(levels: Sequence[Level]) -> bool:
         """Return True if the levels are legal so far, and a full choice has the levels it needs."""
@@ -245,22 +246,36 @@ def _choose_covering_cells(
     Choices that are legal in the layout are used first. Then come the other choices, with the defaults in place of
     illegal levels. A level that still does not occur gets a cell of its own.
     """
-    uncovered = {level for levels in family.factors.values() for level in levels}
-    cells: list[MatrixCell] = []
+    uncovered: set[Level] = set()
+    for levels in family.factors.values():
+        uncovered.update(levels)
     adapted = []
     for choice in choices:
         levels = _drop_default_levels(family, choice)
         legal_levels = matrix.select_legal_levels(family, layout, levels)
         adapted.append(family.fill_with_defaults(legal_levels))
+    cells: list[MatrixCell] = []
     for candidates in (choices, adapted):
         legal = [choice for choice in candidates if matrix.is_legal(family, choice, layout.name)]
-        while legal:
-            best = max(legal, key=lambda choice: len(uncovered.intersection(choice)))
-            if uncovered.isdisjoint(best):
-                break
-            uncovered.difference_update(best)
-            cells.append(MatrixCell(family, layout, _drop_default_levels(family, best)))
+        for choice in _choose_covering_choices(legal, uncovered):
+            uncovered.difference_update(choice)
+            cells.append(MatrixCell(family, layout, _drop_default_levels(family, choice)))
     for level in sorted(uncovered, key=lambda level: level.path):
         if not family.is_default(level):
             cells.append(MatrixCell(family, layout, family.add_needed_levels([level])))
     return cells
+
+
+def _choose_covering_choices(
+    choices: Sequence[LevelChoice], levels: Collection[Level]
+) -> list[LevelChoice]:
+    """Return few choices that have all of `levels` that any choice has; the one with most new levels comes first."""
+    uncovered = set(levels)
+    chosen: list[LevelChoice] = []
+    while choices:
+        best = max(choices, key=lambda choice: len(uncovered.intersection(choice)))
+        if uncovered.isdisjoint(best):
+            break
+        uncovered.difference_update(best)
+        chosen.append(best)
+    return chosen

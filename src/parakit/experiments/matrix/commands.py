@@ -83,20 +83,11 @@ def select_families(
             requested_families.append(name)
         else:
             requested_levels.append(name)
-
-    def is_requested(level: Level) -> bool:
-        if not level.is_in(megatron):
-            return False
-        return not requested_levels or _matches_any(_list_level_names(level), requested_levels)
-
     families = []
     for family in matrix.families:
         if requested_families and not _matches_any((family.name,), requested_families):
             continue
-        factors = {}
-        for factor, levels in family.factors.items():
-            default, *other_levels = levels
-            factors[factor] = (default, *filter(is_requested, other_levels))
+        factors = _select_levels(family, megatron, requested_levels)
         chosen_layouts = family.layouts
         if layouts:
             chosen_layouts = tuple(
@@ -108,6 +99,24 @@ def select_families(
             chosen = msgspec.structs.replace(family, factors=factors, layouts=chosen_layouts)
             families.append(chosen)
     return tuple(families)
+
+
+def _select_levels(
+    family: Family, megatron: Version, requested: Sequence[str]
+) -> dict[str, tuple[Level, ...]]:
+    """Return a family's levels by feature: each default, and the requested levels whose flags this Megatron has.
+
+    Without requested names, all levels are requested.
+    """
+    factors = {}
+    for factor, (default, *other_levels) in family.factors.items():
+        selected = [default]
+        for level in other_levels:
+            is_requested = not requested or _matches_any(_list_level_names(level), requested)
+            if is_requested and level.is_in(megatron):
+                selected.append(level)
+        factors[factor] = tuple(selected)
+    return factors
 
 
 def _refuse_unknown_names(
@@ -234,11 +243,9 @@ def verify_matrix(variables: Namespace, options: Options, console: Console) -> i
         LaunchError: A name matches nothing in the matrix, or there is no such Megatron.
     """
     command = _MatrixCommand(variables, options, console)
-    cells = [
-        cell
-        for family in command.select_families()
-        for cell in choose_cells(command.matrix, family, command.known, options.seed)
-    ]
+    cells: list[MatrixCell] = []
+    for family in command.select_families():
+        cells += choose_cells(command.matrix, family, command.known, options.seed)
     if variables.executed:
         _record_executed_files(command)
         return 0
@@ -258,7 +265,8 @@ def verify_matrix(variables: Namespace, options: Options, console: Console) -> i
         console.print("The time is over; the same command continues.", highlight=False)
     store_cells(command.pages, command.name, run.records.values())
     command.publish()
-    return int(any(record.is_wrong and not record.finding for record in records))
+    has_new_error = any(record.is_wrong and not record.finding for record in records)
+    return 1 if has_new_error else 0
 
 
 def _record_executed_files(command: _MatrixCommand) -> None:
@@ -320,10 +328,12 @@ def run_bf16_bench(variables: Namespace, options: Options, console: Console) -> 
     with command.open_verifier() as verifier:
         for distances in compare_curves(family, options, verifier.ranks, verifier.folder):
             all_distances.append(distances)
-            fp32, bf16, cost = distances.fp32, distances.bf16, distances.cost
+            largest_fp32, _ = distances.fp32
+            largest_bf16, _ = distances.bf16
+            largest_cost, mean_cost = distances.cost
             console.print(
-                f"{distances.layout}: from one rank {fp32[0]:.2g} in fp32, {bf16[0]:.2g} in bf16; "
-                f"bf16 from fp32 {cost[0]:.2g}, mean {cost[1]:.2g}",
+                f"{distances.layout}: from one rank {largest_fp32:.2g} in fp32, {largest_bf16:.2g} in bf16; "
+                f"bf16 from fp32 {largest_cost:.2g}, mean {mean_cost:.2g}",
                 highlight=False,
             )
     store_json(command.pages, f"{command.name}.bf16.json", all_distances)
@@ -347,13 +357,12 @@ def name_version(entry: MegatronEntry) -> str:
 
 def list_known_findings(name: str) -> tuple[Finding, ...]:
     """Return the findings that a version has and that a CPU rank can show; empty for a version nobody judged."""
-    return tuple(
-        finding
-        for finding in list_findings()
-        if finding.verdict is not FindingStatus.UNREACHABLE
-        and name in finding.present
-        and finding.patch.is_file()
-    )
+    known = []
+    for finding in list_findings():
+        is_reachable = finding.verdict is not FindingStatus.UNREACHABLE
+        if is_reachable and name in finding.present and finding.patch.is_file():
+            known.append(finding)
+    return tuple(known)
 
 
 def describe_counts(records: Sequence[CellRecord], cells: int) -> str:

@@ -152,9 +152,8 @@ class Exclusion:
         if self.layout and not fnmatchcase(layout, self.layout):
             return False
         names = [f"{family}/{path}" for path in paths]
-        return all(
-            any(fnmatchcase(name, f"*{pattern}") for name in names) for pattern in self.levels
-        )
+        # A pattern may leave out the family.
+        return all(_matches_any(names, f"*{pattern}") for pattern in self.levels)
 
 
 @dataclass(frozen=True)
@@ -178,11 +177,11 @@ class Matrix:
         Without a layout, exclusions that hold in some layouts only are not considered.
         """
         paths = [level.path for level in levels]
-        return not any(
-            exclusion.forbids(family.name, paths, layout)
-            for exclusion in self.exclusions
-            if layout or not exclusion.layout
-        )
+        for exclusion in self.exclusions:
+            is_considered = bool(layout) or not exclusion.layout
+            if is_considered and exclusion.forbids(family.name, paths, layout):
+                return False
+        return True
 
     def select_legal_levels(
         self, family: Family, layout: Layout, levels: Iterable[Level]
@@ -206,6 +205,11 @@ class _MatrixFile(msgspec.Struct):
     families: dict[str, Family]
     layouts: dict[str, Layout]
     apart: list[list[str]]
+
+
+def _matches_any(names: Iterable[str], pattern: str) -> bool:
+    """Return True if one of the names matches the pattern."""
+    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def load_matrix() -> Matrix:
@@ -268,16 +272,20 @@ def _parse_exclusion(names: Sequence[str], layouts: Mapping[str, Layout]) -> Exc
     Raises:
         LaunchError: Of the names that are neither levels nor a release, there are two, or one that matches no layout.
     """
-    levels = tuple(name for name in names if "/" in name)
-    releases = [name for name in names if _RELEASE.fullmatch(name)]
-    patterns = [name for name in names if "/" not in name and name not in releases]
-    matches = [name for pattern in patterns for name in layouts if fnmatchcase(name, pattern)]
-    if len(patterns) > 1 or (patterns and not matches):
+    levels: list[str] = []
+    releases: list[str] = []
+    layout_patterns: list[str] = []
+    for name in names:
+        if "/" in name:
+            levels.append(name)
+        elif _RELEASE.fullmatch(name):
+            releases.append(name)
+        else:
+            layout_patterns.append(name)
+    layout = layout_patterns[0] if layout_patterns else ""
+    matches_none = bool(layout) and not any(fnmatchcase(name, layout) for name in layouts)
+    if len(layout_patterns) > 1 or matches_none:
         raise LaunchError(
             f"{relative_to_root(MATRIX_FILE)}: apart: {', '.join(names)} names no strategy, or two; name one."
         )
-    return Exclusion(
-        levels,
-        layout=patterns[0] if patterns else "",
-        release=releases[0] if releases else "",
-    )
+    return Exclusion(tuple(levels), layout=layout, release=releases[0] if releases else "")

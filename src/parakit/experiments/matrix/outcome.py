@@ -150,22 +150,29 @@ def summarise_judgement(judgement: Judgement) -> dict[str, Any]:
     record_fields = {name: getattr(verdict, name) for name in _VERDICT_FIELDS}
     for name in ("error", "worst_ratio"):
         value = record_fields[name]
-        if value is not None and not value < float("inf"):
+        if value is not None and not value < float("inf"):  # NaN is not below infinity either.
             record_fields[name] = None
     if verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
         record_fields["status"] = classify_reason(verdict.reason or "")
     else:
         record_fields["status"] = CellStatus(verdict.verdict)
-    stages: dict[str, StageError] = {}
-    comparisons = judgement.compared.comparisons if judgement.compared else ()
-    for comparison in comparisons:
+    record_fields["stages"] = _find_largest_errors(judgement)
+    return record_fields
+
+
+def _find_largest_errors(judgement: Judgement) -> dict[str, StageError]:
+    """Return the largest finite error and ratio per stage; empty if no tensors were compared."""
+    if judgement.compared is None:
+        return {}
+    largest_errors: dict[str, StageError] = {}
+    for comparison in judgement.compared.comparisons:
         error, ratio = comparison.error, comparison.ratio
         if np.isfinite(error) and np.isfinite(ratio):
             stage = str(comparison.key[0])
-            largest = stages.get(stage, StageError(0.0, 0.0))
-            stages[stage] = StageError(max(largest.error, error), max(largest.ratio, ratio))
-    record_fields["stages"] = stages
-    return record_fields
+            largest = largest_errors.get(stage, StageError(0.0, 0.0))
+            error, ratio = max(largest.error, error), max(largest.ratio, ratio)
+            largest_errors[stage] = StageError(error, ratio)
+    return largest_errors
 
 
 @dataclass(frozen=True)
@@ -239,12 +246,12 @@ def _encode_record(record: CellRecord) -> dict[str, object]:
 
     Errors by stage are only stored for cells in bf16, whose table shows them.
     """
-    defaults = {field.name: field.default for field in fields(CellRecord)} | {"stages": {}}
-    values = {name: getattr(record, name) for name in defaults}
-    if BF16 not in record.levels:
-        del values["stages"]
-    return {
-        name: float(f"{value:.4g}") if isinstance(value, float) else value
-        for name, value in values.items()
-        if value != defaults[name]
-    }
+    encoded: dict[str, object] = {}
+    for record_field in fields(CellRecord):
+        name = record_field.name
+        value = getattr(record, name)
+        default = {} if name == "stages" else record_field.default
+        is_left_out = name == "stages" and BF16 not in record.levels
+        if value != default and not is_left_out:
+            encoded[name] = float(f"{value:.4g}") if isinstance(value, float) else value
+    return encoded

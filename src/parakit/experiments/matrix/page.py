@@ -26,7 +26,13 @@ from parakit.experiments.matrix.outcome import (
     read_json_files,
     read_stored_cells,
 )
-from parakit.experiments.matrix.table import LEGEND, FamilyTable, compute_bf16_costs, make_tables
+from parakit.experiments.matrix.table import (
+    LEGEND,
+    FamilyTable,
+    LevelResult,
+    compute_bf16_costs,
+    make_tables,
+)
 from parakit.formatting.html import environment
 from parakit.formatting.table import markdown_rows, markdown_text
 from parakit.formatting.units import DASH
@@ -74,13 +80,17 @@ class MatrixOfVersion:
     @cached_property
     def counts(self) -> dict[str, int]:
         """Number of pairs of a level and a layout by their status."""
-        pairs = [pair for table in self.tables for row in table.rows for pair in row.pairs]
-        statuses = [pair.status for pair in pairs if not pair.is_open]
+        pairs: list[LevelResult] = []
+        for table in self.tables:
+            for row in table.rows:
+                pairs += row.pairs
+        num_open = sum(pair.is_open for pair in pairs)
+        statuses = Counter(pair.status for pair in pairs if not pair.is_open)
         return {
             "pairs": len(pairs),
-            **{str(status): statuses.count(status) for status in STATUS_ORDER},
-            "not known which level": len(pairs) - len(statuses),
-            "in no cell": statuses.count(None),
+            **{str(status): statuses[status] for status in STATUS_ORDER},
+            "not known which level": num_open,
+            "in no cell": statuses[None],
         }
 
     @cached_property
@@ -139,22 +149,17 @@ def format_counts(records: Sequence[CellRecord]) -> str:
 
 def make_overview(versions: Sequence[MatrixOfVersion]) -> list[list[str]]:
     """Return the table of pairs per status: a header, and a row per version; columns of zeros are left out."""
-    all_kinds = list(versions[0].counts) if versions else []
-    kinds = [kind for kind in all_kinds if any(version.counts[kind] for version in versions)]
-    rows = [["version", "Megatron", "verified", "families", "cells", *kinds]]
+    shown_counts: list[str] = []
+    if versions:
+        for name in versions[0].counts:
+            if any(version.counts[name] for version in versions):
+                shown_counts.append(name)
+    rows = [["version", "Megatron", "verified", "families", "cells", *shown_counts]]
     for version in versions:
-        families = [table.family.name for table in version.tables]
-        counts = [str(version.counts[kind]) for kind in kinds]
-        rows.append(
-            [
-                version.name,
-                version.records[0].megatron,
-                version.when,
-                ", ".join(families),
-                str(len(version.records)),
-                *counts,
-            ]
-        )
+        families = ", ".join(table.family.name for table in version.tables)
+        megatron, num_cells = version.records[0].megatron, str(len(version.records))
+        counts = [str(version.counts[name]) for name in shown_counts]
+        rows.append([version.name, megatron, version.when, families, num_cells, *counts])
     return rows
 
 
@@ -171,27 +176,33 @@ def write_cells_page(stored: Path, folder: Path, matrix: Matrix) -> Path:
 
 def _read_versions(folder: Path, matrix: Matrix) -> list[MatrixOfVersion]:
     """Return every version that has cells in a folder, the newest version first."""
-    stored = sorted(
-        (folder / STORED).glob("*.jsonl"), key=lambda path: _parse_release(path.stem), reverse=True
+    versions = []
+    for path in (folder / STORED).glob("*.jsonl"):
+        records = read_stored_cells(path)
+        if records:
+            versions.append(_read_version(path, records, matrix))
+    versions.sort(key=lambda version: _parse_release(version.name), reverse=True)
+    return versions
+
+
+def _read_version(path: Path, records: Iterable[CellRecord], matrix: Matrix) -> MatrixOfVersion:
+    """Return the results of a version: its cells, and the curves and fuzz results that are stored next to them.
+
+    Args:
+        path: File of the cells, which is named after the version.
+        records: The cells.
+        matrix: The matrix.
+    """
+    name = path.stem
+    curve_files = read_json_files(path.parent, f"{name}.bf16.json", tuple[CurveDistances, ...])
+    fuzz_results = read_json_files(path.parent, f"{name}.fuzz-*.json", FuzzResult)
+    return MatrixOfVersion(
+        name,
+        tuple(records),
+        matrix,
+        curves=curve_files[0] if curve_files else (),
+        drawn=tuple(fuzz_results),
     )
-    return [
-        MatrixOfVersion(
-            path.stem,
-            tuple(records),
-            matrix,
-            next(
-                iter(
-                    read_json_files(
-                        path.parent, f"{path.stem}.bf16.json", tuple[CurveDistances, ...]
-                    )
-                ),
-                (),
-            ),
-            drawn=tuple(read_json_files(path.parent, f"{path.stem}.fuzz-*.json", FuzzResult)),
-        )
-        for path in stored
-        if (records := read_stored_cells(path))
-    ]
 
 
 def _write_page(name: str, versions: Sequence[MatrixOfVersion], folder: Path) -> Path:

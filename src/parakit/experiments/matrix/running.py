@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -95,25 +96,18 @@ class CellVerifier:
         if cell.reference_key != self._reference_key:
             self.verifier.remove_references()
             self._reference_key = cell.reference_key
-        try:
-            pair = cell.make_pair(self.options)
-            outcome = summarise_judgement(self.verifier.verify(pair, both=True))
-        except LaunchError as error:
-            outcome = summarise_judgement(refuse_comparison(str(error)))
-        except Exception as error:  # One cell that cannot be judged must not stop the matrix.
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            source = f"{Path(frame.filename).name}:{frame.lineno}"
-            reason = f"{type(error).__name__}: {error} ({source})"
-            outcome = {"status": CellStatus.NOT_JUDGED, "reason": reason}
-        outcome["reason"] = _LOG_PATH.sub("", outcome["reason"] or "")[:_MAX_REASON_LENGTH] or None
+        outcome = self._judge(cell)
+        reason = _LOG_PATH.sub("", outcome["reason"] or "")[:_MAX_REASON_LENGTH]
+        outcome["reason"] = reason or None
         entry = find_entry(self.options.megatron_lm)
         commit = f" ({entry.megatron_commit})" if entry.megatron_commit else ""
+        checkout = "<checkout>" if self.options.megatron_lm else ""
         return CellRecord(
             id=cell.id,
             family=cell.family.name,
             layout=cell.layout.name,
             levels=tuple(level.path for level in cell.levels),
-            command=cell.format_command("<checkout>" if self.options.megatron_lm else ""),
+            command=cell.format_command(checkout),
             **outcome,
             date=datetime.now(UTC).strftime("%Y-%m-%d"),
             megatron=f"{entry.megatron_version}{commit}",
@@ -121,6 +115,22 @@ class CellVerifier:
             more=cell.more,
             patch=cell.patch,
         )
+
+    def _judge(self, cell: MatrixCell) -> dict[str, Any]:
+        """Verify a cell and return the fields of its record that the judgement decides.
+
+        An error of the verification itself gives the status `NOT_JUDGED`, with the error and its place in the code.
+        """
+        try:
+            pair = cell.make_pair(self.options)
+            return summarise_judgement(self.verifier.verify(pair, both=True))
+        except LaunchError as error:
+            return summarise_judgement(refuse_comparison(str(error)))
+        except Exception as error:  # One cell that cannot be judged must not stop the matrix.
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            source = f"{Path(frame.filename).name}:{frame.lineno}"
+            reason = f"{type(error).__name__}: {error} ({source})"
+            return {"status": CellStatus.NOT_JUDGED, "reason": reason}
 
 
 def _summarise_outcome(record: CellRecord) -> tuple[CellStatus, str | None, str | None]:
@@ -251,26 +261,46 @@ def minimize_parts[T](
     if not parts or is_failing(()):
         return ()
     subset, num_chunks = tuple(parts), 2
-    # Each round goes on with the first chunk that fails alone, or else with the first subset that still fails without
-    # one chunk. If there is neither, chunks are halved. The search ends if they already have one part each.
     while len(subset) > 1:
-        size = math.ceil(len(subset) / num_chunks)
-        starts = range(0, len(subset), size)
-        chunks = [subset[start : start + size] for start in starts]
-        smaller_chunks = [chunk for chunk in chunks if len(chunk) < len(subset)]
-        failing_chunk = next((chunk for chunk in smaller_chunks if is_failing(chunk)), None)
+        chunk_size = math.ceil(len(subset) / num_chunks)
+        failing_chunk = _find_failing(_list_chunks(subset, chunk_size), is_failing)
         if failing_chunk is not None:
             subset, num_chunks = failing_chunk, 2
             continue
-        failing_complement = None
-        # The complement of one of two halves is the other half, which was tested above.
-        if len(chunks) > 2:
-            complements = ((*subset[:start], *subset[start + size :]) for start in starts)
-            failing_complement = next((part for part in complements if is_failing(part)), None)
+        # No chunk fails alone. So try the subset without one chunk.
+        failing_complement = _find_failing(_list_complements(subset, chunk_size), is_failing)
         if failing_complement is not None:
             subset, num_chunks = failing_complement, max(num_chunks - 1, 2)
-        elif size == 1:
-            break
-        else:
+        elif chunk_size > 1:
             num_chunks = min(len(subset), 2 * num_chunks)
+        else:
+            break  # Each chunk is one part, and none of them can be left out.
     return subset
+
+
+def _find_failing[T](
+    subsets: Iterable[tuple[T, ...]], is_failing: Callable[[tuple[T, ...]], bool]
+) -> tuple[T, ...] | None:
+    """Return the first subset that fails, or None. Later subsets are not tested."""
+    for subset in subsets:
+        if is_failing(subset):
+            return subset
+    return None
+
+
+def _list_chunks[T](parts: tuple[T, ...], size: int) -> list[tuple[T, ...]]:
+    """Return the parts cut into chunks of `size`; empty if one chunk would have all parts."""
+    if size >= len(parts):
+        return []
+    return [parts[start : start + size] for start in range(0, len(parts), size)]
+
+
+def _list_complements[T](parts: tuple[T, ...], size: int) -> list[tuple[T, ...]]:
+    """Return the parts without one chunk of `size`, for each chunk.
+
+    The list is empty for two chunks or fewer: the complement of one half is the other half, which was tested.
+    """
+    starts = range(0, len(parts), size)
+    if len(starts) <= 2:
+        return []
+    return [(*parts[:start], *parts[start + size :]) for start in starts]

@@ -52,11 +52,14 @@ class LevelResult:
     @property
     def short(self) -> str:
         """Short text for the HTML table: the error over its tolerance, such as `.42`, or the sign of the status."""
-        if self.record and self.record.is_right:
-            ratio = "0" if not self.ratio else f"{self.ratio:.2f}".lstrip("0")
-            return f"{ratio}ᵖ" if self.record.patch else ratio
-        if self.record and self.partners:
-            return f"{LEGEND[self.record.status][0]}*"
+        record = self.record
+        if record is None:
+            return self.text
+        if record.is_right:
+            ratio = f"{self.ratio:.2f}".lstrip("0") if self.ratio else "0"
+            return f"{ratio}ᵖ" if record.patch else ratio
+        if self.partners:
+            return f"{LEGEND[record.status][0]}*"
         return self.text
 
     @property

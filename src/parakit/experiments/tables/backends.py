@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 
 from parakit.config.run import Backend
 from parakit.experiments.engine import has_broken_losses, make_comparison
@@ -39,7 +40,9 @@ def describe_pairs(rows: Sequence[Entry]) -> list[str]:
     sentences = []
     for reference_run, other_run in _COMPARED_PAIRS:
         reference, other = rows_by_run.get(reference_run), rows_by_run.get(other_run)
-        if not (reference and other and reference.estimate and other.estimate):
+        if reference is None or other is None:
+            continue
+        if reference.estimate is None or other.estimate is None:
             continue
         times = compare_times(reference.estimate, other.estimate)
         direction = "faster" if times.ratio < 1 else "slower"
@@ -55,25 +58,33 @@ def describe_pairs(rows: Sequence[Entry]) -> list[str]:
 def _make_columns(bare: Entry | None) -> tuple[Column[Entry], ...]:
     """Return the table's columns; `bare` is the row of forward and backward alone, or None."""
 
+    def get_parity(row: Entry) -> str:
+        return "" if row is bare else row.parity.verdict
+
+    def get_loss(row: Entry) -> float | None:
+        return None if row is bare else row.final_loss
+
     def divide_by_bare(row: Entry) -> float | None:
-        return None if bare is None or row is bare else divide_known(row.time_ms, bare.time_ms)
+        if bare is None or row is bare:
+            return None
+        return divide_known(row.time_ms, bare.time_ms)
 
     return (
-        Column("Backend", lambda row: row.backend),
-        Column("Strategy", lambda row: row.strategy),
-        Column("Status", lambda row: row.status),
-        Column("Parity", lambda row: "" if row is bare else row.parity.verdict),
-        Column("ms/iteration [95%]", lambda row: row.estimate, format_time),
+        Column("Backend", attrgetter("backend")),
+        Column("Strategy", attrgetter("strategy")),
+        Column("Status", attrgetter("status")),
+        Column("Parity", get_parity),
+        Column("ms/iteration [95%]", attrgetter("estimate"), format_time),
         Column(
-            "Passes alone", lambda row: row.pass_seconds_without_communication, format_milliseconds
+            "Passes alone", attrgetter("pass_seconds_without_communication"), format_milliseconds
         ),
-        Column("Overhead", lambda row: row.overhead, signed_percent),
+        Column("Overhead", attrgetter("overhead"), signed_percent),
         Column("Against bare", divide_by_bare, partial(change, decimals=1)),
-        Column("Samples/s", lambda row: row.samples_per_second, rounded),
-        Column("Sent/iteration", lambda row: row.sent_bytes, megabytes),
-        Column("Peak memory", lambda row: row.peak_bytes, megabytes),
-        Column("Loss", lambda row: None if row is bare else row.final_loss, known("{:.6f}")),
-        Column("What ran", lambda row: row.implementation),
+        Column("Samples/s", attrgetter("samples_per_second"), rounded),
+        Column("Sent/iteration", attrgetter("sent_bytes"), megabytes),
+        Column("Peak memory", attrgetter("peak_bytes"), megabytes),
+        Column("Loss", get_loss, known("{:.6f}")),
+        Column("What ran", attrgetter("implementation")),
     )
 
 

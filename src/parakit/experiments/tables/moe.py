@@ -138,7 +138,8 @@ def compare_losses(group: SeedRuns, reference: SeedRuns) -> RoutedParity:
     Iterations from the first different routing on are ignored. Seeds that the reference lacks are left out.
     """
     references_by_seed = {_get_seed(run): run for run in reference}
-    differences, diverged = list[float](), list[int]()
+    differences: list[float] = []
+    diverged: list[int] = []
     for run in group:
         reference_run = references_by_seed.get(_get_seed(run))
         if reference_run is None:

@@ -101,11 +101,16 @@ def estimate_crossover(comparisons: Sequence[SizeComparison]) -> tuple[float, fl
         comparisons: Sizes from small to large. At the first, one side is clearly faster, at the last the other.
     """
     sizes = [comparison.parameters for comparison in comparisons]
-    ratio, low, high = (
-        _find_ratio_of_one(sizes, [getattr(comparison.time, name) for comparison in comparisons])
-        for name in ("ratio", "low", "high")
-    )
-    return ratio, min(low, high), max(low, high)
+
+    def find_size(value: str) -> float:
+        """Return the size at which a value of the comparisons is 1: `ratio`, or `low` or `high` of its interval."""
+        return _find_ratio_of_one(
+            sizes, [getattr(comparison.time, value) for comparison in comparisons]
+        )
+
+    # The lower end of the ratio's interval may give the larger size.
+    ends = (find_size("low"), find_size("high"))
+    return find_size("ratio"), min(ends), max(ends)
 
 
 def _find_ratio_of_one(sizes: Sequence[int], ratios: Sequence[float]) -> float:
@@ -152,17 +157,16 @@ def describe_sweep(results: Sequence[SweptCell]) -> list[str]:
 
     Dense models and mixtures of experts are compared separately.
     """
-    kinds = dict.fromkeys(map(_name_model_kind, results))
+    model_kinds = dict.fromkeys(map(_name_model_kind, results))
     sentences = []
     for devices in dict.fromkeys(cell.devices for cell in results):
-        for kind in kinds:
-            cells = [
-                cell
-                for cell in results
-                if cell.devices == devices and _name_model_kind(cell) == kind
-            ]
-            where = f"On {plural(devices[0], f'{devices[1].upper()} rank')}"
-            where += f", {kind}:" if len(kinds) > 1 else ""
+        num_devices, device_kind = devices
+        cells_with_devices = [cell for cell in results if cell.devices == devices]
+        for model_kind in model_kinds:
+            cells = [cell for cell in cells_with_devices if _name_model_kind(cell) == model_kind]
+            where = f"On {plural(num_devices, f'{device_kind.upper()} rank')}"
+            if len(model_kinds) > 1:
+                where += f", {model_kind}:"
             for (name, first), (other_name, second) in _list_pairs(cells):
                 comparisons = _compare_sizes(first, second)
                 sentences.append(describe_pair(where, name, other_name, comparisons))
@@ -217,11 +221,11 @@ def describe_pair(
         return f"{where} {other_name} is within noise of {name} at {noisy_sizes}{tail}: neither overtakes."
     if noisy_sizes:
         tail = f"; within noise of each other at {noisy_sizes}{tail}"
-    crossings = [
-        _describe_crossing(small, large, name, other_name, comparisons)
-        for small, large in pairwise(clear)
-        if small.time.verdict is not large.time.verdict
-    ]
+    crossings = []
+    for small, large in pairwise(clear):
+        if small.time.verdict is not large.time.verdict:
+            crossing = _describe_crossing(small, large, name, other_name, comparisons)
+            crossings.append(crossing)
     if crossings:
         return f"{where} {' and '.join(crossings)}{tail}."
     winner, loser = _order_by_speed(clear[0], name, other_name)

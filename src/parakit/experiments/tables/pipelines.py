@@ -7,6 +7,7 @@ with stale weights, of which each stage may hold several versions.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 from parakit.config.strategy import PipelineSchedule
 from parakit.costs import rank_parameters
@@ -31,16 +32,21 @@ def render(model: str, rows: Sequence[Entry]) -> str:
 
 def describe_wrong_losses(rows: Sequence[Entry]) -> list[str]:
     """Return a sentence for each pipeline with flushes whose losses differ from those of the first row."""
-    reference = rows[0] if rows else None
     sentences = []
     for row in rows:
+        reference = rows[0]
+        if _get_schedule(row).is_asynchronous:
+            continue
         difference = _relative_loss_difference(row, reference)
-        is_wrong = difference is None or difference > LOSS_TOLERANCE
-        if is_wrong and not _get_schedule(row).is_asynchronous:
-            parts = {"row": f"{row.backend} {row.strategy}", "reference": rows[0].strategy}
-            sentences.append(
-                format_sentence("pipelines", "differs", **parts, apart=difference or 0)
+        if difference is None or difference > LOSS_TOLERANCE:
+            sentence = format_sentence(
+                "pipelines",
+                "differs",
+                row=f"{row.backend} {row.strategy}",
+                reference=reference.strategy,
+                apart=difference or 0,
             )
+            sentences.append(sentence)
     return sentences
 
 
@@ -51,39 +57,54 @@ def judge_claims(rows: Sequence[Entry]) -> list[str]:
     """
     rows_by_strategy = {row.strategy: row for row in rows}
     sentences: list[str] = []
-
-    def add_verdict(name: str, is_confirmed: bool = True, **parts: object) -> None:
-        verdict = "confirmed" if is_confirmed else "contradicted"
-        sentences.append(format_sentence("pipelines", name, verdict=verdict, **parts))
-
     pipedream = rows_by_strategy.get("pipedream2")
     if pipedream:
-        versions = _count_weight_versions(pipedream)
-        if versions:
-            counts = " and ".join(f"{count:g}" for count in versions)
-            add_verdict("versions", versions[0] > 1, versions=counts)
-        difference = _relative_loss_difference(pipedream, rows[0])
-        if difference is not None:
-            add_verdict(
-                "asynchronous",
-                difference > LOSS_TOLERANCE,
-                apart=difference,
-                staleness=joined(_format_staleness(pipedream).split()),
-                reference=rows[0].strategy,
-            )
-    without = rows_by_strategy.get("pipedream2bw")
+        sentences += _judge_pipedream(pipedream, reference=rows[0])
+    without_flush = rows_by_strategy.get("pipedream2bw")
     flushed = rows_by_strategy.get("pipedream-flush2")
-    if without and flushed and without.peak_bytes and flushed.peak_bytes:
-        add_verdict(
+    if without_flush and flushed and without_flush.peak_bytes and flushed.peak_bytes:
+        sentence = _format_claim(
             "memory",
-            without.peak_bytes > flushed.peak_bytes,
-            without=megabytes(without.peak_bytes),
+            is_confirmed=without_flush.peak_bytes > flushed.peak_bytes,
+            without=megabytes(without_flush.peak_bytes),
             flushed=megabytes(flushed.peak_bytes),
         )
+        sentences.append(sentence)
     megatron = rows_by_strategy.get("pp2")
     if megatron and megatron.spec and megatron.bubble is not None:
-        add_verdict("bubble", ideal=percent(ideal_bubble(megatron.spec)))
+        ideal = percent(ideal_bubble(megatron.spec))
+        sentences.append(_format_claim("bubble", is_confirmed=True, ideal=ideal))
     return sentences
+
+
+def _judge_pipedream(pipedream: Entry, reference: Entry) -> list[str]:
+    """Return sentences on two claims: that PipeDream stores several weights, and that it trains other losses.
+
+    A claim without measurements gives no sentence.
+    """
+    sentences = []
+    versions = _count_weight_versions(pipedream)
+    if versions:
+        counts = " and ".join(f"{count:g}" for count in versions)
+        stores_several = versions[0] > 1  # The first stage stores the most.
+        sentences.append(_format_claim("versions", is_confirmed=stores_several, versions=counts))
+    difference = _relative_loss_difference(pipedream, reference)
+    if difference is not None:
+        sentence = _format_claim(
+            "asynchronous",
+            is_confirmed=difference > LOSS_TOLERANCE,
+            apart=difference,
+            staleness=joined(_format_staleness(pipedream).split()),
+            reference=reference.strategy,
+        )
+        sentences.append(sentence)
+    return sentences
+
+
+def _format_claim(name: str, *, is_confirmed: bool, **parts: object) -> str:
+    """Return the sentence on a claim of the survey, with its verdict; `parts` fill the sentence."""
+    verdict = "confirmed" if is_confirmed else "contradicted"
+    return format_sentence("pipelines", name, verdict=verdict, **parts)
 
 
 def _get_schedule(row: Entry) -> PipelineSchedule:
@@ -139,25 +160,29 @@ def _make_columns(reference: Entry | None) -> tuple[Column[Entry], ...]:
 
     def format_losses(row: Entry) -> str:
         difference = _relative_loss_difference(row, reference)
-        if difference is None or row is reference:
-            return DASH if difference is None else "reference"
+        if difference is None:
+            return DASH
+        if row is reference:
+            return "reference"
+        text = f"{difference:.1e}"
         if _get_schedule(row).is_asynchronous:
-            return f"{difference:.1e}"
-        return f"{difference:.1e} {'held' if difference <= LOSS_TOLERANCE else 'broken'}"
+            return text  # Other losses are no fault of these pipelines.
+        return f"{text} held" if difference <= LOSS_TOLERANCE else f"{text} broken"
+
+    def name_schedule(row: Entry) -> str:
+        return DASH if row.bubble is None else _get_schedule(row).paper_name
 
     return (
         Column("Pipeline", lambda row: f"{row.backend} {row.strategy}"),
-        Column(
-            "Schedule", lambda row: DASH if row.bubble is None else _get_schedule(row).paper_name
-        ),
-        Column("Status", lambda row: row.status),
+        Column("Schedule", name_schedule),
+        Column("Status", attrgetter("status")),
         Column("Losses' distance", format_losses),
-        Column("Final loss", lambda row: row.final_loss, known("{:.4f}")),
+        Column("Final loss", attrgetter("final_loss"), known("{:.4f}")),
         Column("Staleness", _format_staleness),
         Column("Weights by stage", _format_weight_bytes),
         Column("Bubble (schedule's)", _format_bubble),
-        Column("ms/iteration [95%]", lambda row: row.estimate, format_time),
-        Column("Peak memory", lambda row: row.peak_bytes, megabytes),
+        Column("ms/iteration [95%]", attrgetter("estimate"), format_time),
+        Column("Peak memory", attrgetter("peak_bytes"), megabytes),
     )
 
 

@@ -38,6 +38,8 @@ from parakit.reporting import (
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from parakit.logs import Run
+
 CELLS_FILE = "cells.json"
 _MARKERS = "osD^vPX*"
 """Matplotlib's markers of the chart's lines."""
@@ -124,14 +126,16 @@ def _make_sentences(results: Sequence[SweptCell]) -> list[str]:
         sentences += [f"By processor time: {text}" for text in describe_sweep(by_processor)]
     if any(cell.job.device is DeviceKind.CPU for cell in results):
         sentences.append("Times on CPU ranks are illustrative: no GPU's balance is in them.")
-    incomplete = sum(not cell.result.is_complete for cell in results)
-    if incomplete:
+    num_incomplete = sum(not cell.result.is_complete for cell in results)
+    if num_incomplete:
         sentences.append(
-            f"{incomplete} of {len(results)} cells are not complete; the same command resumes."
+            f"{num_incomplete} of {len(results)} cells are not complete; the same command resumes."
         )
-    rows = [cell.row for cell in results if cell.row]
-    conditions = describe_conditions(run for row in rows for run in row.configuration.runs)
-    return [*sentences, *conditions]
+    runs: list[Run] = []
+    for cell in results:
+        if cell.row:
+            runs += cell.row.configuration.runs
+    return [*sentences, *describe_conditions(runs)]
 
 
 def _use_processor_time(cell: SweptCell) -> SweptCell:
@@ -198,8 +202,14 @@ def _compare_with_reference(reference: SweptCell, cell: SweptCell) -> str:
 
 def _encode_result(cell: SweptCell) -> dict[str, object]:
     """Return a cell's entry of `sweep.json`; None where something was not measured."""
-    job, estimate, result = cell.job, cell.estimate, cell.result
-    batch, processor = result.launch.spec.batch, _use_processor_time(cell).estimate
+    job, result = cell.job, cell.result
+    batch = result.launch.spec.batch
+    median = low = high = None
+    num_samples = 0
+    if cell.estimate:
+        median, low, high = cell.estimate.median, cell.estimate.low, cell.estimate.high
+        num_samples = cell.estimate.count
+    processor = _use_processor_time(cell).estimate
     return {
         "model": job.model.name,
         "parameters": cell.parameters,
@@ -209,14 +219,14 @@ def _encode_result(cell: SweptCell) -> dict[str, object]:
         "micro_batch": batch.micro_batch_size,
         "global_batch": batch.global_batch_size,
         "device": job.device,
-        "iteration_ms_median": estimate.median if estimate else None,
-        "iteration_ms_ci_low": estimate.low if estimate else None,
-        "iteration_ms_ci_high": estimate.high if estimate else None,
+        "iteration_ms_median": median,
+        "iteration_ms_ci_low": low,
+        "iteration_ms_ci_high": high,
         "processor_ms_median": processor.median if processor else None,
-        "samples": estimate.count if estimate else 0,
+        "samples": num_samples,
         "tokens_per_iteration": cell.tokens_per_iteration,
         "tokens_per_second": cell.tokens_per_second,
-        "final_loss": cell.row and cell.row.final_loss,
+        "final_loss": cell.row.final_loss if cell.row else None,
         "runs": [folder.name for folder in result.runs],
         "complete": result.is_complete,
         "failure": result.failure or None,
@@ -242,20 +252,10 @@ def _paint_chart(figure: Figure, results: Sequence[SweptCell]) -> None:
     axes = figure.add_subplot()
     for index, (series, cells) in enumerate(select_fastest(results).items()):
         (num_devices, kind), backend = series
-        rates: list[float] = []
-        below: list[float] = []
-        above: list[float] = []
-        for cell in cells:
-            rate = cell.tokens_per_second or 0.0
-            # A cell without an interval has no error bar.
-            low, high = cell.rate_interval or (rate, rate)
-            rates.append(rate)
-            below.append(rate - low)
-            above.append(high - rate)
         axes.errorbar(
             [cell.parameters for cell in cells],
-            rates,
-            yerr=[below, above],
+            [cell.tokens_per_second or 0.0 for cell in cells],
+            yerr=_measure_error_bars(cells),
             label=f"{backend}, {num_devices} {kind}",
             color=entry_colour(index),
             marker=_MARKERS[index % len(_MARKERS)],
@@ -272,3 +272,15 @@ def _paint_chart(figure: Figure, results: Sequence[SweptCell]) -> None:
     axes.set_ylabel("tokens a second")
     axes.legend()
     add_grid(axes)
+
+
+def _measure_error_bars(cells: Sequence[SweptCell]) -> tuple[list[float], list[float]]:
+    """Return the lengths of the error bars below and above the tokens per second; 0 for a cell without an interval."""
+    below: list[float] = []
+    above: list[float] = []
+    for cell in cells:
+        rate = cell.tokens_per_second or 0.0
+        low, high = cell.rate_interval or (rate, rate)
+        below.append(rate - low)
+        above.append(high - rate)
+    return below, above

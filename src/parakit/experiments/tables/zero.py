@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 from parakit.config.published import Figure, load_published
 from parakit.experiments.engine import has_broken_losses, make_comparison
@@ -54,20 +55,26 @@ class _Method:
 def render(model: str, rows: Sequence[Entry]) -> str:
     """Return the page in Markdown: tables of performance, time fractions and traffic, with verdicts."""
     published = load_published().figures_of(SOURCE)
+    published_models = joined(list(dict.fromkeys(figure.model for figure in published)))
     figures = {figure.strategy: figure for figure in published if figure.model == model}
-    models = joined(list(dict.fromkeys(figure.model for figure in published)))
-    baseline = next((row for row in rows if row.strategy == _BASELINE), None)
-    methods = tuple(
-        _Method(row, figures.get(row.strategy), baseline, figures.get(_BASELINE)) for row in rows
-    )
+    baseline = None
+    for row in rows:
+        if row.strategy == _BASELINE:
+            baseline = row
+            break
+    methods = []
+    for row in rows:
+        figure = figures.get(row.strategy)
+        methods.append(_Method(row, figure, baseline, figures.get(_BASELINE)))
+    cells_sentence = "beside" if figures else "alone"
     return format_page(
         "zero",
         model=model,
-        cells=format_sentence("zero", "beside" if figures else "alone", model=model, known=models),
-        performance=markdown_table(Table(_PERFORMANCE, methods)),
+        cells=format_sentence("zero", cells_sentence, model=model, known=published_models),
+        performance=markdown_table(Table(_PERFORMANCE, tuple(methods))),
         verdicts=format_bullets(describe_winners(rows)),
-        shares=markdown_table(Table(_TIME_FRACTIONS, methods)),
-        traffic=markdown_table(Table(_TRAFFIC, methods)),
+        shares=markdown_table(Table(_TIME_FRACTIONS, tuple(methods))),
+        traffic=markdown_table(Table(_TRAFFIC, tuple(methods))),
         measured=format_bullets(f"{_get_method_name(row)}: {row.implementation}" for row in rows),
     )
 
@@ -80,10 +87,12 @@ def describe_winners(rows: Sequence[Entry]) -> list[str]:
     """
     sentences = []
     for name, field in (("memory", "peak_bytes"), ("sent", "sent_bytes")):
-        sizes = {_get_method_name(row): getattr(row, field) for row in rows if getattr(row, field)}
-        if sizes:
-            method, size = min(sizes.items(), key=lambda item: item[1])
-            sentences.append(format_sentence("zero", name, method=method, amount=megabytes(size)))
+        measured = [row for row in rows if getattr(row, field)]
+        if measured:
+            least = min(measured, key=attrgetter(field))
+            amount = megabytes(getattr(least, field))
+            method = _get_method_name(least)
+            sentences.append(format_sentence("zero", name, method=method, amount=amount))
     return [*sentences, *_describe_fastest(rows)]
 
 
@@ -92,22 +101,26 @@ def _describe_fastest(rows: Sequence[Entry]) -> list[str]:
     timed = [(row, row.estimate) for row in rows if row.estimate]
     if not timed:
         return []
-    fastest, best = min(timed, key=lambda pair: pair[1].median)
-    close = [row for row, estimate in timed if not compare_times(best, estimate).verdict.is_clear]
-    rivals = [_get_method_name(row) for row in close if row is not fastest]
-    with_memory = [row for row in close if row.peak_bytes]
+    fastest, fastest_estimate = min(timed, key=lambda pair: pair[1].median)
+    within_noise = []
+    for row, estimate in timed:
+        if not compare_times(fastest_estimate, estimate).verdict.is_clear:
+            within_noise.append(row)
+    with_memory = [row for row in within_noise if row.peak_bytes]
     to_use = min(with_memory, key=lambda row: row.peak_bytes or 0, default=fastest)
-    names = ("close", "use one of the close") if rivals else ("fastest", "use")
-    return [
-        format_sentence(
+    rivals = [_get_method_name(row) for row in within_noise if row is not fastest]
+    sentence_names = ("close", "use one of the close") if rivals else ("fastest", "use")
+    sentences = []
+    for name in sentence_names:
+        sentence = format_sentence(
             "zero",
             name,
             method=_get_method_name(fastest),
             others=joined(rivals),
             used=_get_method_name(to_use),
         )
-        for name in names
-    ]
+        sentences.append(sentence)
+    return sentences
 
 
 def divide_known(value: float | None, reference: float | None) -> float | None:
@@ -133,10 +146,9 @@ def _get_published_peak(figure: Figure | None) -> float | None:
 def _format_speedup(method: _Method) -> str:
     """Return the speed over the baseline's, such as `1.20×`, and whether that is within noise."""
     row, baseline = method.row, method.baseline
-    baseline_estimate, estimate = baseline.estimate if baseline else None, row.estimate
-    if baseline_estimate is None or estimate is None:
+    if baseline is None or baseline.estimate is None or row.estimate is None:
         return DASH
-    comparison = compare_times(baseline_estimate, estimate)
+    comparison = compare_times(baseline.estimate, row.estimate)
     text = times(1 / comparison.ratio)
     if comparison.verdict.is_clear or row is baseline:
         return text
@@ -145,12 +157,14 @@ def _format_speedup(method: _Method) -> str:
 
 def _format_memory_change(method: _Method) -> str:
     """Return the change of peak memory against the baseline, with the published change in brackets."""
-    baseline = method.baseline.peak_bytes if method.baseline else None
-    ratio = divide_known(method.row.peak_bytes, baseline)
-    published = divide_known(
+    baseline_bytes = method.baseline.peak_bytes if method.baseline else None
+    text = change(divide_known(method.row.peak_bytes, baseline_bytes))
+    published_ratio = divide_known(
         _get_published_peak(method.figure), _get_published_peak(method.published_baseline)
     )
-    return change(ratio) + (f" ({change(published)})" if published else "")
+    if published_ratio:
+        text += f" ({change(published_ratio)})"
+    return text
 
 
 def _make_published_column(

@@ -44,28 +44,27 @@ def load_chapter(
         LaunchError: There is no such chapter, DEVICES= names too few devices for every run, or MODEL= is set for
             GPUs, whose runs have the published models.
     """
-    number, device = parse_devices(devices or f"{PUBLISHED_DEVICES}gpu", "DEVICES")
+    num_devices, device = parse_devices(devices or f"{PUBLISHED_DEVICES}gpu", "DEVICES")
     if device is DeviceKind.GPU and model is not None:
         raise LaunchError(
             f"MODEL={model} replaces the models of the tutorial on CPU ranks alone; add DEVICES=8cpu, or leave "
             "MODEL= out."
         )
-    rows = [row for row in rows_of_chapter(chapter) if row.gpus <= number]
+    rows = [row for row in rows_of_chapter(chapter) if row.gpus <= num_devices]
     if not rows:
         raise LaunchError(
             f"DEVICES={devices} is too few for every run of the chapter; use 8{device}."
         )
-    file = read_experiment_file("tutorial")
     is_small = device is DeviceKind.CPU
     # A small run that cannot work on CPU ranks is listed with its rule; on GPUs nothing may be missing.
-    file = msgspec.structs.replace(file, skips_illegal=is_small, warm=is_small)
-    jobs = [
-        make_small_job(row, options, model) if is_small else row.make_job(options) for row in rows
-    ]
-    cells = tuple(
-        Cell(job, row.id, row.label, options.repeats) for row, job in zip(rows, jobs, strict=True)
+    file = msgspec.structs.replace(
+        read_experiment_file("tutorial"), skips_illegal=is_small, warm=is_small
     )
-    return Experiment(file.report.format(chapter=chapter or "all"), cells, file)
+    cells = []
+    for row in rows:
+        job = make_small_job(row, options, model) if is_small else row.make_job(options)
+        cells.append(Cell(job, row.id, row.label, options.repeats))
+    return Experiment(file.report.format(chapter=chapter or "all"), tuple(cells), file)
 
 
 def make_small_job(row: TutorialRow, options: Options, model: str | None = None) -> Job:
@@ -77,13 +76,8 @@ def make_small_job(row: TutorialRow, options: Options, model: str | None = None)
     Raises:
         LaunchError: MODEL= names no mixture and the row needs one, or the other way round.
     """
-    is_mixture = row.chapter == "ep"
-    small = load_model(model or (_CPU_MIXTURE if is_mixture else _CPU_MODEL))
-    if bool(small.shape.experts) != is_mixture:
-        needed = "a mixture of experts" if is_mixture else "a dense model"
-        raise LaunchError(
-            f"Run {row.id} of the tutorial is of {needed}, and MODEL={small.name} is none; leave MODEL= out."
-        )
+    small = _load_small_model(row, model)
+    kept_flags = pick_flags(row.flags, _KEPT_FLAGS)
     options = replace(
         options,
         iterations=options.iterations or _CPU_ITERATIONS,
@@ -92,10 +86,28 @@ def make_small_job(row: TutorialRow, options: Options, model: str | None = None)
         dropout=0.0 if options.dropout is None else options.dropout,
         # Each shape would need an initial checkpoint of its own, and no losses are compared.
         shared_start=bool(options.shared_start),
-        extra=(*_shrink_shape(row, small), *pick_flags(row.flags, _KEPT_FLAGS), *options.extra),
+        extra=(*_shrink_shape(row, small), *kept_flags, *options.extra),
     )
     flags = drop_flags(strategy_flags(row.parallelism), ("--num-virtual-stages-per-pipeline-rank",))
     return Job(row.strategy, small, row.gpus, DeviceKind.CPU, options, flags)
+
+
+def _load_small_model(row: TutorialRow, model: str | None) -> Model:
+    """Return the model of a row's small run: the model that MODEL= names, else the default of CPU ranks.
+
+    Raises:
+        LaunchError: MODEL= names no mixture and the row needs one, or the other way round.
+    """
+    needs_mixture = row.chapter == "ep"
+    default_model = _CPU_MIXTURE if needs_mixture else _CPU_MODEL
+    small = load_model(model or default_model)
+    is_mixture = bool(small.shape.experts)
+    if is_mixture != needs_mixture:
+        needed = "a mixture of experts" if needs_mixture else "a dense model"
+        raise LaunchError(
+            f"Run {row.id} of the tutorial is of {needed}, and MODEL={small.name} is none; leave MODEL= out."
+        )
+    return small
 
 
 def _shrink_shape(row: TutorialRow, small: Model) -> tuple[str, ...]:

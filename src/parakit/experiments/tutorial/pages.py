@@ -7,6 +7,7 @@ teaches, what does not follow from the rows, and the author's exercises with a c
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,30 +41,34 @@ _SPELLINGS = {
 
 def render_chapter(chapter: Chapter, predictions: Sequence[PredictedRow]) -> str:
     """Return the page of a chapter as Markdown."""
-    claims = [claim for claim in read_claims() if claim.chapter == chapter.name]
+    name, first_id = chapter.name, predictions[0].row.id
+    claims = [render_claim(claim) for claim in read_claims() if claim.chapter == name]
+    lessons = []
+    for ids, text in chapter.lessons.items():
+        lessons.append(f"- **{ids.replace(' ', ', ')}**: {text}")
+    exercises = []
+    for exercise in chapter.exercises:
+        command = f"```bash\n{exercise.command}\n```"
+        exercises.append(f"**{exercise.question}** {exercise.answer}\n\n{command}")
+    plot_titles = joined([plot.title for plot in chapter.plots])
     parts = [
         f"# {chapter.title}",
         f"**{chapter.question}** {chapter.answer}",
-        f"Chapter `{chapter.name}` of [the tutorial](README.md): {len(predictions)} runs on H100 80 GB. Each id is a "
-        f"target, such as `make {predictions[0].row.id}`.",
-        f"```bash\nmake experiment NAME=tutorial-{chapter.name} GPU=h100            # the table below, without a GPU\n"
-        f"make reproduce NAME=tutorial CHAPTER={chapter.name}               # train it on eight GPUs; resumable\n"
-        f"make reproduce NAME=tutorial CHAPTER={chapter.name} DEVICES=8cpu  # train it in small on CPU ranks\n```",
+        f"Chapter `{name}` of [the tutorial](README.md): {len(predictions)} runs on H100 80 GB. Each id is a "
+        f"target, such as `make {first_id}`.",
+        f"```bash\nmake experiment NAME=tutorial-{name} GPU=h100            # the table below, without a GPU\n"
+        f"make reproduce NAME=tutorial CHAPTER={name}               # train it on eight GPUs; resumable\n"
+        f"make reproduce NAME=tutorial CHAPTER={name} DEVICES=8cpu  # train it in small on CPU ranks\n```",
         "## Published and predicted",
         f"{summarise_errors(predictions)} {UNITS}",
         prediction_table(predictions),
-        f"![{joined([plot.title for plot in chapter.plots])}]({chapter.name}.svg)",
+        f"![{plot_titles}]({name}.svg)",
         "## What each run teaches",
-        "\n".join(
-            f"- **{ids.replace(' ', ', ')}**: {text}" for ids, text in chapter.lessons.items()
-        ),
+        "\n".join(lessons),
         "## What does not follow from the rows",
-        "\n\n".join(map(render_claim, claims)),
+        "\n\n".join(claims),
         "## The author's exercises",
-        "\n\n".join(
-            f"**{exercise.question}** {exercise.answer}\n\n```bash\n{exercise.command}\n```"
-            for exercise in chapter.exercises
-        ),
+        "\n\n".join(exercises),
         "## On CPU ranks",
         f"Small runs show {chapter.cpu_shows.strip()} They cannot {chapter.cpu_cannot.strip()}",
     ]
@@ -94,17 +99,19 @@ def heading_of_claim(key: str) -> str:
 
 def render_overview() -> str:
     """Return the page that introduces the tutorial, lists its chapters and counts what does not follow."""
-    claims = read_claims()
-    chapters = [
-        f"- [{chapter.title}]({chapter.name}.md), {len(rows_of_chapter(chapter.name))} runs, "
-        f"{sum(claim.chapter == chapter.name for claim in claims)} claims corrected. {chapter.question}"
-        for chapter in read_chapters()
-    ]
+    claims_by_chapter = Counter(claim.chapter for claim in read_claims())
+    chapters = []
+    for chapter in read_chapters():
+        num_runs = len(rows_of_chapter(chapter.name))
+        chapters.append(
+            f"- [{chapter.title}]({chapter.name}.md), {num_runs} runs, "
+            f"{claims_by_chapter[chapter.name]} claims corrected. {chapter.question}"
+        )
     return _OVERVIEW.format(
         repository=_REPOSITORY,
         runs=len(read_rows()),
         chapters="\n".join(chapters),
-        claims=len(claims),
+        claims=claims_by_chapter.total(),
     )
 
 

@@ -181,13 +181,23 @@ def _format_error(error: float | None) -> str:
 
 def summarise_errors(predictions: Sequence[PredictedRow]) -> str:
     """Return a sentence with the median errors, and the verdicts on the runs that went out of memory."""
-    times = [abs(item.time_error) for item in predictions if item.time_error is not None]
-    memory = [abs(item.memory_error) for item in predictions if item.memory_error is not None]
-    lost = [item for item in predictions if item.row.ran_out_of_memory]
-    caught = [item.row.id for item in lost if item.verdict is Fit.DOES_NOT_FIT]
-    missed = [item.row.id for item in lost if item.verdict is not Fit.DOES_NOT_FIT]
+    time_errors: list[float] = []
+    memory_errors: list[float] = []
+    caught: list[str] = []
+    missed: list[str] = []
+    for prediction in predictions:
+        if prediction.time_error is not None:
+            time_errors.append(abs(prediction.time_error))
+        if prediction.memory_error is not None:
+            memory_errors.append(abs(prediction.memory_error))
+        if prediction.row.ran_out_of_memory:
+            if prediction.verdict is Fit.DOES_NOT_FIT:
+                caught.append(prediction.row.id)
+            else:
+                missed.append(prediction.row.id)
+    time_percent, memory_percent = 100 * median(time_errors), 100 * median(memory_errors)
     sentences = [
-        f"Median error of the time {100 * median(times):.0f}%, of the memory {100 * median(memory):.0f}%. "
+        f"Median error of the time {time_percent:.0f}%, of the memory {memory_percent:.0f}%. "
         "A positive error means that the predicted time is too long, or the predicted memory too large."
     ]
     if caught:

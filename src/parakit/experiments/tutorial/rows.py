@@ -124,22 +124,21 @@ class TutorialRow:
         """Return the job that trains the row on as many GPUs as were published; the caller's variables count."""
         # Megatron stops at --train-iters, so a longer ITERS= raises it.
         iterations = max(options.iterations or 0, _PUBLISHED_ITERATIONS)
+        stop = ("--train-iters", str(iterations))
         options = replace(
             options,
             micro_batch_size=options.micro_batch_size or self.micro_batch,
             global_batch_size=options.global_batch_size or self.global_batch,
             dropout=_PUBLISHED_DROPOUT if options.dropout is None else options.dropout,
-            extra=merge_flags(
-                self.training_flags, ("--train-iters", str(iterations)), options.extra
-            ),
+            extra=merge_flags(self.training_flags, stop, options.extra),
         )
         return Job(
             self.strategy,
             self.loaded_model,
-            self.gpus,
-            DeviceKind.GPU,
-            options,
-            self.parallel_flags,
+            devices=self.gpus,
+            device=DeviceKind.GPU,
+            options=options,
+            script_flags=self.parallel_flags,
         )
 
 

@@ -154,24 +154,18 @@ def list_commits(checkout: Path, good: str, bad: str) -> list[str]:
         LaunchError: The clone does not have a commit, none of the two is an ancestor of the other, or no commit
             between them changes what training executes.
     """
-    hashes = []
-    for variable, name in (("GOOD", good), ("BAD", bad)):
-        commit = run_git(checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
-        if not commit:
-            raise LaunchError(
-                f"{variable}={name} is no commit of MEGATRON_LM={checkout}; fetch it there, or name another one."
-            )
-        hashes.append(commit)
-    base = run_git(checkout, "merge-base", *hashes).strip()
-    if base not in hashes:
-        alternative = (
-            f"for instance their common ancestor {base[:_SHORT]}" if base else "of one branch"
-        )
+    good_commit = _find_commit(checkout, "GOOD", good)
+    bad_commit = _find_commit(checkout, "BAD", bad)
+    base = run_git(checkout, "merge-base", good_commit, bad_commit).strip()
+    if base not in (good_commit, bad_commit):
+        alternative = "of one branch"
+        if base:
+            alternative = f"for instance their common ancestor {base[:_SHORT]}"
         raise LaunchError(
             f"GOOD={good} and BAD={bad} are on different branches; name two commits of which one is an ancestor "
             f"of the other, {alternative}."
         )
-    newest = hashes[1] if base == hashes[0] else hashes[0]
+    newest = bad_commit if base == good_commit else good_commit
     first_parents = ("rev-list", "--first-parent", "--reverse", f"{base}..{newest}")
     commits = run_git(checkout, *first_parents, "--", *EXECUTED_FILES).split()
     if not commits:
@@ -179,6 +173,20 @@ def list_commits(checkout: Path, good: str, bad: str) -> list[str]:
             f"No commit between GOOD={good} and BAD={bad} changes what training executes; name two other commits."
         )
     return [base, *commits]
+
+
+def _find_commit(checkout: Path, variable: str, name: str) -> str:
+    """Return the hash of the commit that a variable names.
+
+    Raises:
+        LaunchError: The clone has no such commit.
+    """
+    commit = run_git(checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
+    if not commit:
+        raise LaunchError(
+            f"{variable}={name} is no commit of MEGATRON_LM={checkout}; fetch it there, or name another one."
+        )
+    return commit
 
 
 @dataclass(frozen=True)

@@ -73,14 +73,15 @@ def list_nearest_changes(
         return tuple(changes[:MAX_CHANGES])
     blamed_file, _, blamed_line = source.rpartition(":")
     depth_by_file = _measure_import_depths(checkout, blamed_file)
-    ranked_changes = []
-    for change in changes:
-        depth = depth_by_file.get(change.file)
-        if depth is not None:
-            distance = change.distance(int(blamed_line)) if depth == 0 else change.first_line
-            ranked_changes.append((depth, change.file, distance, change))
-    ranked_changes.sort(key=lambda ranked: ranked[:3])
-    return tuple(change for *_, change in ranked_changes[:MAX_CHANGES])
+    reachable = [change for change in changes if change.file in depth_by_file]
+
+    def measure_distance(change: ChangedLines) -> tuple[int, str, int]:
+        depth = depth_by_file[change.file]
+        # Lines are near or far only within the blamed file. In another file, the first change comes first.
+        lines = change.distance(int(blamed_line)) if depth == 0 else change.first_line
+        return depth, change.file, lines
+
+    return tuple(sorted(reachable, key=measure_distance)[:MAX_CHANGES])
 
 
 def _list_changes(checkout: Path, base: str) -> list[ChangedLines]:

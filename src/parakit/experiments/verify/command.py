@@ -295,22 +295,41 @@ def train_and_judge(verification: Verification, scratch: Path, train: Train) -> 
     If an error is near its tolerance, the strategy is verified with other seeds too. Rounding exceeds the
     tolerance with few seeds, and a fault exceeds it with all seeds. Tensors are written to `scratch`.
     """
-    judgement = _IterationVerification(
-        verification.iteration, verification, scratch, train
-    ).judge_iteration()
-    if judgement.is_near_tolerance and verification.saving is None:
+    iteration = verification.iteration
+    judgement = _IterationVerification(iteration, verification, scratch, train).judge_iteration()
+    if verification.saving is not None:
+        return judgement  # The checkpoint belongs to one seed and one iteration.
+    if judgement.is_near_tolerance:
         return _count_wrong_seeds(judgement, verification, scratch, train)
+    if judgement.begins_before:
+        return _find_first_wrong_iteration(judgement, verification, scratch, train)
+    return judgement
+
+
+def _find_first_wrong_iteration(
+    judgement: Judgement, verification: Verification, scratch: Path, train: Train
+) -> Judgement:
+    """Return the judgement on the first iteration that differs, which is found by bisection.
+
+    The search ends at an iteration whose weights are right at its beginning. It ends early if an iteration cannot be
+    compared. The judgement is then about the earliest iteration that is known to differ.
+
+    Args:
+        judgement: Judgement on the verification's iteration, which begins with wrong weights.
+        verification: The composed strategy and reference.
+        scratch: Folder for the captured tensors.
+        train: Function that trains a run.
+    """
     last_right, first_wrong = 0, verification.iteration
-    while judgement.begins_before and verification.saving is None and first_wrong - last_right > 1:
+    while judgement.begins_before and first_wrong - last_right > 1:
         middle = (last_right + first_wrong) // 2
         earlier = _IterationVerification(middle, verification, scratch, train).judge_iteration()
-        differs = earlier.first is not None
-        if not differs and earlier.verdict.verdict is not VerifyOutcome.HELD:
-            break  # The earlier iteration could not be compared.
-        if differs:
+        if earlier.first is not None:
             judgement, first_wrong = earlier, middle
-        else:
+        elif earlier.verdict.verdict is VerifyOutcome.HELD:
             last_right = middle
+        else:
+            break
     return judgement
 
 
@@ -322,15 +341,17 @@ def _count_wrong_seeds(
     The runs with other seeds start from the same weights and train other batches. A seed whose runs cannot be
     compared is not counted.
     """
-    num_wrong = num_seeds = 1
+    num_wrong = num_seeds = 1  # The judgement itself is about the first seed.
     for number in range(1, NEAR_SEEDS):
-        other = verification.shift_seed(number)
-        at_seed = _IterationVerification(
-            verification.iteration, other, scratch, train, label=f"-seed-{number}"
-        )
+        shifted = verification.shift_seed(number)
+        label = f"-seed-{number}"
+        at_seed = _IterationVerification(shifted.iteration, shifted, scratch, train, label=label)
         outcome = at_seed.judge_iteration().verdict.verdict
-        num_seeds += outcome is not VerifyOutcome.NOT_COMPARABLE
-        num_wrong += outcome is VerifyOutcome.DIFFERS
+        if outcome is VerifyOutcome.NOT_COMPARABLE:
+            continue
+        num_seeds += 1
+        if outcome is VerifyOutcome.DIFFERS:
+            num_wrong += 1
     return count_seeds(judgement, num_wrong, num_seeds)
 
 

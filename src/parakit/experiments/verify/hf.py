@@ -51,7 +51,6 @@ LEARNING_RATE_FLAGS = (
 _SEQUENCE = 64
 """Tokens per sample, unless EXTRA= sets another number or the model has fewer positions."""
 _DOCUMENTS, _DOCUMENT_TOKENS = 1000, 64
-_OUTCOME_BY_SUCCESS = {True: VerifyOutcome.HELD, False: VerifyOutcome.DIFFERS}
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class _Prover:
             extra=(*LEARNING_RATE_FLAGS, *job.options.extra),
         )
         name, claim = job.model.name, f"{STEPS} steps"
-        losses_by_backend = []
+        losses_by_backend = {}
         for backend in (Backend.MEGATRON, Backend.TRANSFORMERS):
             launch = compose_job(job.with_options(replace(options, backend=backend)))
             check_launch(launch)
@@ -212,12 +211,16 @@ class _Prover:
             if status.status is not Status.OK:
                 reason = f"{backend} ended '{status.status}': {status.reason}"
                 return Proof(name, claim, VerifyOutcome.NOT_COMPARABLE, reason)
-            losses_by_backend.append(read_losses(run / LOG_FILE))
-        megatron_losses, transformers_losses = losses_by_backend
-        pairs = zip(megatron_losses, transformers_losses, strict=True)
-        difference = max(abs(first - second) for first, second in pairs)
-        detail = f"losses {megatron_losses[0]:.4f} to {megatron_losses[-1]:.4f}, at most {difference:.1e} apart"
-        return Proof(name, claim, _OUTCOME_BY_SUCCESS[difference <= LOSS_TOLERANCE], detail)
+            losses_by_backend[backend] = read_losses(run / LOG_FILE)
+        losses = losses_by_backend[Backend.MEGATRON]
+        reference_losses = losses_by_backend[Backend.TRANSFORMERS]
+        differences = [
+            abs(loss - reference) for loss, reference in zip(losses, reference_losses, strict=True)
+        ]
+        largest = max(differences)
+        outcome = VerifyOutcome.HELD if largest <= LOSS_TOLERANCE else VerifyOutcome.DIFFERS
+        detail = f"losses {losses[0]:.4f} to {losses[-1]:.4f}, at most {largest:.1e} apart"
+        return Proof(name, claim, outcome, detail)
 
 
 def _prove_round_trip(source: Path, imported: Path, target: Path) -> Proof:
@@ -239,9 +242,11 @@ def _prove_round_trip(source: Path, imported: Path, target: Path) -> Proof:
     exported = TensorFolder(target)
     differing = list_differing_tensors(exported, TensorFolder(source))
     shutil.rmtree(target)
-    same = f"{len(exported.tensors)} tensors, the same bits"
-    detail = f"{differing[0]} differs" if differing else same
-    return Proof(model.name, "import and export", _OUTCOME_BY_SUCCESS[not differing], detail)
+    claim = "import and export"
+    if differing:
+        return Proof(model.name, claim, VerifyOutcome.DIFFERS, f"{differing[0]} differs")
+    detail = f"{len(exported.tensors)} tensors, the same bits"
+    return Proof(model.name, claim, VerifyOutcome.HELD, detail)
 
 
 def _write_random_tokens(prefix: Path, vocabulary: int) -> Path:

@@ -222,16 +222,19 @@ def list_logged_values(
 def _list_losses(pairs: Sequence[LinePair], rounding: Rounding) -> Iterator[LoggedValue]:
     """Yield the losses that both lines of a pair print, loss by loss. The names are those of the strategy's lines."""
     # A mean over two iterations is another value than the loss of one.
-    alike = [(line, other) for line, other in pairs if line.averaged == other.averaged]
-    names = dict.fromkeys(name for line, _ in alike for name in _read_losses(line))
+    comparable = [(line, other) for line, other in pairs if line.averaged == other.averaged]
+    names: dict[str, None] = {}  # The keys are a set in the order of the log.
+    for line, _ in comparable:
+        names |= dict.fromkeys(_read_losses(line))
     for name in names:
         relative = rounding.loss if name == _LOSS else rounding.balancing_loss
-        for line, other in alike:
+        for line, other in comparable:
             loss, reference_loss = _read_losses(line).get(name), _read_losses(other).get(name)
-            if loss is not None and reference_loss is not None:
-                losses = (loss, reference_loss)
-                unit = last_digit_unit(max(abs(loss), abs(reference_loss)))
-                yield _make_value(name, line.iteration, losses, unit, relative, _format_loss)
+            if loss is None or reference_loss is None:
+                continue
+            losses = (loss, reference_loss)
+            unit = last_digit_unit(max(abs(loss), abs(reference_loss)))
+            yield _make_value(name, line.iteration, losses, unit, relative, show=_format_loss)
 
 
 def _list_norms(pairs: Sequence[LinePair], rounding: float) -> Iterator[LoggedValue]:

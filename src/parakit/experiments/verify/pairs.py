@@ -242,14 +242,14 @@ def compose_pair(pair: LaunchPair) -> Verification:
         raise LaunchError(
             f"'{pair.target}' names GPUs, on which the same run does not give the same bits; use …cpu."
         )
-    shared_job = job.with_options(_make_shared_options(pair))
-    strategy_job = shared_job.with_options(
-        replace(
-            shared_job.options,
-            extra=(*shared_job.options.extra, *pair.flags, *LOG_EVERY_ITERATION),
-            megatron_lm=pair.megatron_lm or options.megatron_lm,
-        )
+    shared_options = _make_shared_options(pair)
+    shared_job = job.with_options(shared_options)
+    strategy_options = replace(
+        shared_options,
+        extra=(*shared_options.extra, *pair.flags, *LOG_EVERY_ITERATION),
+        megatron_lm=pair.megatron_lm or options.megatron_lm,
     )
+    strategy_job = shared_job.with_options(strategy_options)
     reference = _compose_reference(pair.reference_strategy, shared_job)
     strategy = share_initial_weights(reference, compose_job(strategy_job))
     saving = None
@@ -257,21 +257,25 @@ def compose_pair(pair: LaunchPair) -> Verification:
         devices = _count_devices(pair.saving_strategy, job)
         saving_job = strategy_job.with_strategy(pair.saving_strategy, devices)
         saving = share_initial_weights(reference, compose_job(saving_job))
-    verification = Verification(
-        pair, strategy, reference=_pad_vocabulary(strategy, reference), saving=saving
-    )
+    reference = _pad_vocabulary(strategy, reference)
+    verification = Verification(pair, strategy, reference=reference, saving=saving)
     for launch in verification.launches:
-        for problem in attention_problems(launch):
-            raise LaunchError(problem)
-        degrees = launch.spec.parallelism
-        if degrees.sharding.is_megatron_fsdp and degrees.tensor > 1:
-            raise LaunchError(
-                f"{launch.spec.name} splits weights by tensor parallelism and by Megatron-FSDP, whose "
-                "capture does not know where such a part lies; verify the two apart, as tp2dp2-zero1 "
-                "and zero2 do."
-            )
+        _refuse_uncapturable(launch)
     _refuse_other_work(verification.strategy, verification.reference)
     return verification
+
+
+def _refuse_uncapturable(launch: Launch) -> None:
+    """Raise LaunchError if the tensors of a launch cannot be captured, or its attention cannot be verified."""
+    for problem in attention_problems(launch):
+        raise LaunchError(problem)
+    degrees = launch.spec.parallelism
+    if degrees.sharding.is_megatron_fsdp and degrees.tensor > 1:
+        raise LaunchError(
+            f"{launch.spec.name} splits weights by tensor parallelism and by Megatron-FSDP, whose "
+            "capture does not know where such a part lies; verify the two apart, as tp2dp2-zero1 "
+            "and zero2 do."
+        )
 
 
 def _make_shared_options(pair: LaunchPair) -> Options:
@@ -281,13 +285,7 @@ def _make_shared_options(pair: LaunchPair) -> Options:
         LaunchError: The strategy resumes and ITERS= leaves no earlier iteration from which it could resume.
     """
     job, options = pair.job, pair.job.options
-    default_iteration = ITERATION_RESUMED if pair.resumed else ITERATION
-    iteration = options.iterations or default_iteration
-    if pair.resumed and iteration < 2:
-        raise LaunchError(
-            "RESUMED= saves a checkpoint one iteration before ITERS=1, where nothing has been trained; "
-            "set ITERS=2 or more."
-        )
+    iteration = _choose_iteration(pair)
     micro_batch_size = options.micro_batch_size or MICRO_BATCH
     global_batch_size = options.global_batch_size
     if not global_batch_size:
@@ -313,6 +311,22 @@ def _make_shared_options(pair: LaunchPair) -> Options:
     )
 
 
+def _choose_iteration(pair: LaunchPair) -> int:
+    """Return the iteration to verify, which is the last one of the runs: that of ITERS=, or the default.
+
+    Raises:
+        LaunchError: The strategy resumes and ITERS= leaves no earlier iteration from which it could resume.
+    """
+    default_iteration = ITERATION_RESUMED if pair.resumed else ITERATION
+    iteration = pair.job.options.iterations or default_iteration
+    if pair.resumed and iteration < 2:
+        raise LaunchError(
+            "RESUMED= saves a checkpoint one iteration before ITERS=1, where nothing has been trained; "
+            "set ITERS=2 or more."
+        )
+    return iteration
+
+
 def _choose_micro_batches(pair: LaunchPair) -> int:
     """Return the smallest number of micro batches per iteration, over all ranks, that both runs can train.
 
@@ -326,9 +340,12 @@ def _choose_micro_batches(pair: LaunchPair) -> int:
         all_degrees.append(parse_strategy(reference, _count_devices(reference, pair.job)))
     # Megatron's interleaved schedule refuses micro batches that are no multiple of the stages. Twice the
     # number of stages lets the schedule leave its warm-up.
-    interleaved = [2 * degrees.pipeline for degrees in all_degrees if degrees.virtual_stages > 1]
-    needed_multiple = math.lcm(*interleaved)  # 1 if no schedule is interleaved.
-    per_replica = needed_multiple if interleaved else MICRO_BATCHES
+    needed_multiples = []
+    for degrees in all_degrees:
+        if degrees.virtual_stages > 1:
+            needed_multiples.append(2 * degrees.pipeline)
+    needed_multiple = math.lcm(*needed_multiples)  # 1 if no schedule is interleaved.
+    per_replica = needed_multiple if needed_multiples else MICRO_BATCHES
     num_stages = max(degrees.pipeline for degrees in all_degrees)
     if num_stages > per_replica:
         # Rounding up keeps the multiple that the interleaved schedule of the other run needs.
@@ -391,14 +408,15 @@ def share_initial_weights(reference: Launch, launch: Launch) -> Launch:
         return launch
     old = relative_to_root(launch.initial_checkpoint)
     new = relative_to_root(reference.initial_checkpoint)
-    environment = {
-        name: new if value == old else value for name, value in launch.environment.items()
-    }
+
+    def replace_path(text: str) -> str:
+        return new if text == old else text
+
     return replace(
         launch,
         initial_checkpoint=reference.initial_checkpoint,
-        flags=tuple(new if word == old else word for word in launch.flags),
-        environment=environment,
+        flags=tuple(map(replace_path, launch.flags)),
+        environment={name: replace_path(value) for name, value in launch.environment.items()},
     )
 
 
@@ -453,21 +471,24 @@ def _refuse_other_balance(strategy: Launch, reference: Launch) -> None:
     Models without experts, and runs without this loss, are never refused.
     """
     flags = Flags(strategy.flags)
-    if not (strategy.model.shape.experts and flags.number("--moe-aux-loss-coeff") > 0):
+    if not strategy.model.shape.experts:
         return
-    kind, name = flags.text(_BALANCING), strategy.model.name
-    size, reference_size = (launch.spec.batch.micro_batch_size for launch in (strategy, reference))
+    if flags.number("--moe-aux-loss-coeff") <= 0:
+        return
+    balancing, name = flags.text(_BALANCING), strategy.model.name
     remedy = (
         'add EXTRA="--moe-aux-loss-coeff 0", or "--moe-router-load-balancing-type seq_aux_loss".'
     )
-    if kind == "aux_loss" and size != reference_size:
+    micro_batch = strategy.spec.batch.micro_batch_size
+    reference_micro_batch = reference.spec.batch.micro_batch_size
+    if balancing == "aux_loss" and micro_batch != reference_micro_batch:
         raise LaunchError(
             f"{name} balances its experts over each micro batch (aux_loss), so another micro batch "
             f"trains something else; {remedy}"
         )
-    samples = size * strategy.spec.parallelism.data
-    reference_samples = reference_size * reference.spec.parallelism.data
-    if kind == "global_aux_loss" and samples != reference_samples:
+    samples = micro_batch * strategy.spec.parallelism.data
+    reference_samples = reference_micro_batch * reference.spec.parallelism.data
+    if balancing == "global_aux_loss" and samples != reference_samples:
         raise LaunchError(
             f"{name} balances its experts over the micro batches of all data-parallel ranks so far "
             f"(global_aux_loss): {samples} samples at once against {reference_samples} train something "
