@@ -132,3 +132,34 @@ def test_losses_that_are_events_of_their_own_are_read(tmp_path):
     losses = [(iteration.iteration, iteration.lm_loss) for iteration in log.iterations]
     # 641 samples are no whole number of steps.
     assert losses == [(0, 11.846), (10, 9.5), (30, 7.5)]
+
+
+# Counts and clocks of MLPerf 4.0's results for Llama 2 70B LoRA, of the first file of each submission: a block's
+# stop in samples, the following block's start in steps, and the milliseconds between start and stop.
+GAUDI_2 = (8, 1536, 192, (590_404, 590_321, 590_420, 590_050, 590_001))
+JUNIPER_A100 = (64, 8448, 132, (274_932, 275_035, 274_784, 274_969, 274_969, 274_805, 274_715))
+JUNIPER_H100 = (8, 1536, 192, (725_090, 709_469, 710_288, 703_593, 696_065, 685_218))
+
+
+@pytest.mark.parametrize(
+    ("result", "first_ms"), [(GAUDI_2, 12300.1), (JUNIPER_A100, 22911.0), (JUNIPER_H100, 15106.0)]
+)
+def test_public_results_with_starts_in_steps_have_the_times_of_their_blocks(
+    tmp_path, result, first_ms
+):
+    batch, first_stop, first_start, durations = result
+    steps = 48 if batch == 8 else 12
+    text = mllog("init_start", 1) + mllog("global_batch_size", 2, batch) + mllog("run_start", 3)
+    clock, samples = 1_715_242_795_848, first_stop
+    text += mllog("block_stop", clock, samples_count=samples)
+    for block, duration in enumerate(durations):
+        text += mllog("block_start", clock, samples_count=first_start + block * steps)
+        clock += duration
+        samples += steps * batch
+        text += mllog("block_stop", clock, samples_count=samples)
+    rows = figures(read(tmp_path, text))
+    assert rows == [
+        (first_start + (block + 1) * steps, pytest.approx(duration / steps))
+        for block, duration in enumerate(durations)
+    ]
+    assert rows[0][1] == pytest.approx(first_ms, abs=0.05)

@@ -125,6 +125,38 @@ def _read_block_start(line: str) -> Iterator[Fact]:
     yield NumbersAhead(complete)
 
 
+def _read_run_start(line: str) -> Iterator[Fact]:
+    """Yield a function that stores the counts of a block whose beginning is not in the log.
+
+    Some trainers print no beginning of the first block. Its end is the beginning of the second block, so its counts
+    show the units of that beginning. The block itself has no time.
+    """
+    if parse_event(line).get("key") != "run_start":
+        return
+
+    def complete(
+        end: ParsedIteration, arguments: Mapping[str, str], stored: dict[str, Any]
+    ) -> Iteration | None:
+        """Store the counts of a block's end; return None."""
+        if end.at_ms is not None:
+            sizes = find_step_sizes(arguments)
+            for name in sizes.keys() & end.counts.keys():
+                if sizes[name]:
+                    _find_units(name, sizes, stored).store_end(end.counts[name])
+        return None
+
+    yield NumbersAhead(complete)
+
+
+def _find_units(name: str, sizes: Mapping[str, int], stored: dict[str, Any]) -> _Units:
+    """Return the units of a count, as found so far; they are created in `stored` at the first call."""
+    size = sizes[name]
+    units: _Units = stored.setdefault(
+        name, _Units(size, sizes["samples_count"] if size == 1 else size)
+    )
+    return units
+
+
 def _find_steps(
     begins: _Counts, ends: _Counts, sizes: Mapping[str, int], stored: dict[str, Any]
 ) -> tuple[float, int] | None:
@@ -139,12 +171,11 @@ def _find_steps(
     ends = dict(ends)
     if "epoch_count" in begins:
         ends["first_epoch_num"] = begins.get("first_epoch_num", 0) + begins["epoch_count"]
-    batch = sizes["samples_count"]
     blocks = []
     for name, size in sizes.items():
         if size and name in begins and name in ends:
-            units = stored.setdefault(name, _Units(size, batch if size == 1 else size))
             # Every count is read, because its units follow from block to block.
+            units = _find_units(name, sizes, stored)
             blocks.append(units.steps(begins[name], ends[name]))
     return next(filter(None, blocks), None)
 
@@ -165,6 +196,10 @@ class _Units:
         self._previous_end: float | None = None
         self._scale: float | None = None
         """Factor from the unit of beginnings to the unit of ends; None if unknown."""
+
+    def store_end(self, end: float) -> None:
+        """Store the count at the end of a block whose beginning is unknown."""
+        self._previous_end = end
 
     def steps(self, begin: float, end: float) -> tuple[float, int] | None:
         """Return the number of steps of a block, and the number of its last step.
@@ -222,5 +257,10 @@ def _read_counts(metadata: Any) -> _Counts:
 
 
 DIALECT = Dialect(
-    name="MLPerf, by blocks", line=_Block, events=(EventReader('"block_start"', _read_block_start),)
+    name="MLPerf, by blocks",
+    line=_Block,
+    events=(
+        EventReader('"block_start"', _read_block_start),
+        EventReader('"run_start"', _read_run_start),
+    ),
 )
