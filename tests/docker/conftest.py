@@ -5,6 +5,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -115,8 +116,31 @@ def built_by_podman(
         yield Built(podman, build_kit(folder, commit, small_prefix, variables))
 
 
-def build_kit(folder: Path, commit: str, small_prefix: Path, variables: dict[str, str]) -> Kit:
-    """Build the kit's image with `folder / "megatron-lm"` and the variables' RUNTIME=; return the kit that uses it."""
+@pytest.fixture(scope="module")
+def built_by_rootless_podman(small_prefix: Path) -> Iterator[Built]:
+    user = podmans.find_user()
+    # pytest's own folder lets nobody else through.
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    repository = folder / "megatron-lm"
+    commit = checkout(repository)
+    with podmans.running(folder / "podman", repository, user=user) as podman:
+        variables = {**podman.environment, "RUNTIME": "podman", "HOST_NETWORK": "1"}
+        yield Built(podman, build_kit(folder, commit, small_prefix, variables, podman))
+    shutil.rmtree(folder)
+
+
+def build_kit(
+    folder: Path,
+    commit: str,
+    small_prefix: Path,
+    variables: dict[str, str],
+    podman: Podman | None = None,
+) -> Kit:
+    """Build the kit's image with `folder / "megatron-lm"` and the variables' RUNTIME=; return the kit that uses it.
+
+    The kit is the user's of a rootless Podman.
+    """
     versions = folder / "versions.env"
     version = importlib.metadata.version("megatron-core")
     versions.write_text(f'PAIR_T="0-stand-in {commit} {version}"\n')
@@ -126,7 +150,13 @@ def build_kit(folder: Path, commit: str, small_prefix: Path, variables: dict[str
     start = folder / "start"  # A runs folder links it.
     start.mkdir()
     kit = Kit(folder, data / small_prefix.name, start)
-    kit.program = (sys.executable, "-m", "tests.docker.launcher", str(versions))
+    prefix = podman.prefix if podman else ()
+    kit.program = (*prefix, sys.executable, "-m", "tests.docker.launcher", str(versions))
+    if podman and podman.user:
+        owner = f"{podman.user.pw_uid}:{podman.user.pw_gid}"
+        own = [path for path in folder.iterdir() if path != podman.folder]
+        subprocess.run(("chown", owner, str(folder)), check=True)
+        subprocess.run(("chown", "-R", owner, *map(str, own)), check=True)
     kit.environment |= {**variables, "SAVE_EVERY": "", "ITERS": "400"}
     client = {"DOCKER_BUILDKIT": "0", "MEGATRON_URL": (folder / "megatron-lm").as_uri()}
     answer = subprocess.run(

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -102,7 +102,7 @@ def start(folder: Path, *shown: Path) -> Engine:
     """Start it in a folder."""
     hook = folder / "hook" / "nvidia-container-runtime-hook"  # Asked for by `--gpus`.
     _program(hook, "#!/bin/sh\nexit 0\n")
-    named = {"path": str(write_runtime(folder, *shown))}
+    named = {"path": str(write_runtime(folder, find_mounts(*shown)))}
     configuration = {
         "data-root": str(folder / "data"),
         "exec-root": str(folder / "exec"),
@@ -136,16 +136,22 @@ def start(folder: Path, *shown: Path) -> Engine:
     return engine
 
 
-def write_runtime(folder: Path, *shown: Path) -> Path:
-    """Write the OCI runtime whose containers see this machine's programs and `shown`; return its path."""
+def find_mounts(*shown: Path) -> dict[str, str]:
+    """Return this machine's folders that containers see, by their path in a container: programs, packages, `shown`."""
     packages = Path(sysconfig.get_path("purelib")).resolve()
     programs = Path(sys.executable).parent.resolve()  # uv is one of them.
     seen = dict.fromkeys(map(str, (Path("/usr"), Path(sys.base_prefix), programs, *shown)))
     mounts = {path: path for path in seen if not path.startswith("/usr/")}
-    mounts[_own_packages()] = str(packages)
-    runtime = RUNTIME.format(python=sys.executable, mounts=mounts, runc=shutil.which("runc"))
-    _program(folder / "runtime", runtime)
-    return folder / "runtime"
+    return {**mounts, _own_packages(): str(packages)}
+
+
+def write_runtime(folder: Path, mounts: Mapping[str, str]) -> Path:
+    """Write the OCI runtime that adds read-only mounts to every container; return its path."""
+    # Another user cannot reach this environment's Python in root's home.
+    python = shutil.which("python3", path="/usr/bin") or sys.executable
+    runtime = RUNTIME.format(python=python, mounts=dict(mounts), runc=shutil.which("runc"))
+    _program(folder / "oci-runtime", runtime)
+    return folder / "oci-runtime"
 
 
 def stop(engine: Engine) -> None:

@@ -1,6 +1,7 @@
-"""Podman with a storage of the tests' own: root and `podman` are enough, no registry, no network."""
+"""Podman with a storage of the tests' own, as root or rootless: no registry, no network."""
 
 import os
+import pwd
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -8,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.docker.engine import BASE, unmount, write_base, write_runtime
+from tests.docker.engine import BASE, find_mounts, unmount, write_base, write_runtime
 
 CONFIGURATION = """[containers]
 netns = "host"
@@ -32,19 +33,36 @@ class Podman:
     """Podman with the configuration in a folder."""
 
     folder: Path
+    user: pwd.struct_passwd | None = None
+    """The user of a rootless Podman; None for root's."""
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables by which Podman finds its configuration and its storage."""
-        return {
+        variables = {
             "CONTAINERS_CONF": str(self.folder / "containers.conf"),
             "CONTAINERS_STORAGE_CONF": str(self.folder / "storage.conf"),
         }
+        if self.user is not None:
+            variables |= {"HOME": str(self.folder), "XDG_RUNTIME_DIR": str(self.folder / "runtime")}
+        return variables
+
+    @property
+    def prefix(self) -> tuple[str, ...]:
+        """The command that starts a program as the user of this Podman."""
+        if self.user is None:
+            return ()
+        return (
+            # Of root the user keeps that they may read everything: this Python may lie in root's home.
+            *("setpriv", f"--reuid={self.user.pw_uid}", f"--regid={self.user.pw_gid}"),
+            *("--clear-groups", "--inh-caps=-all,+dac_read_search"),
+            "--ambient-caps=+dac_read_search",
+        )
 
     def docker(self, *arguments: str, check: bool = True) -> str:
         """Return what Podman prints. The name is that of `Engine`, whose tests these containers share."""
         answer = subprocess.run(
-            ("podman", *arguments),
+            (*self.prefix, "podman", *arguments),
             env={**os.environ, **self.environment},
             capture_output=True,
             text=True,
@@ -62,20 +80,64 @@ def missing() -> str:
     return f"Podman of the tests' own needs {', '.join(absent)}" if absent else ""
 
 
+def find_user() -> pwd.struct_passwd | None:
+    """Return a user with subordinate ids, whom a rootless Podman needs; None if this machine has none."""
+    for file in ("/etc/subuid", "/etc/subgid"):
+        if not Path(file).exists():
+            return None
+    names = [line.partition(":")[0] for line in Path("/etc/subuid").read_text().splitlines()]
+    users = [user for user in pwd.getpwall() if user.pw_uid and user.pw_name in names]
+    return users[0] if users else None
+
+
+def missing_for_rootless() -> str:
+    """Return what this machine lacks for containers of a rootless Podman; empty if nothing."""
+    if lack := missing():
+        return lack
+    if shutil.which("newuidmap") is None:
+        return "a rootless Podman needs newuidmap (package uidmap)"
+    if find_user() is None:
+        return "a rootless Podman needs a user with subordinate ids in /etc/subuid"
+    if not Path("/dev/mqueue").is_dir():
+        return "a rootless Podman with --ipc=host needs /dev/mqueue mounted"
+    return ""
+
+
 @contextmanager
-def running(folder: Path, *shown: Path) -> Iterator[Podman]:
-    """Give Podman the image `BASE`, whose containers see `shown` too; all of it is removed at the end."""
+def running(folder: Path, *shown: Path, user: pwd.struct_passwd | None = None) -> Iterator[Podman]:
+    """Give Podman the image `BASE`, whose containers see `shown` too; all of it is removed at the end.
+
+    A rootless Podman is `user`'s, who owns `folder` then.
+    """
     folder.mkdir(parents=True)
-    runtime = write_runtime(folder, *shown)
+    runtime = write_runtime(folder, stage_mounts(folder, shown) if user else find_mounts(*shown))
     configuration = CONFIGURATION.format(folder=folder, runtime=runtime)
     (folder / "containers.conf").write_text(configuration)
     (folder / "storage.conf").write_text(STORAGE.format(folder=folder))
-    podman = Podman(folder)
+    podman = Podman(folder, user)
     try:
         archive = folder / "base.tar"
-        podman.docker("import", *write_base(archive), str(archive), BASE)
+        changes = write_base(archive)
+        if user is not None:
+            (folder / "runtime").mkdir(mode=0o700)
+            for path in (folder, *folder.iterdir()):
+                os.chown(path, user.pw_uid, user.pw_gid)
+        podman.docker("import", *changes, str(archive), BASE)
         yield podman
     finally:
         podman.docker("rm", "--all", "--force", check=False)
+        if user is not None:  # Its process that holds the user namespace is left otherwise.
+            podman.docker("system", "migrate", check=False)
         unmount(folder)
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def stage_mounts(folder: Path, shown: tuple[Path, ...]) -> dict[str, str]:
+    """Mount what containers see where every user may reach it; return the mounts by their path in a container."""
+    staged = {}
+    for number, (path, source) in enumerate(find_mounts(*shown).items()):
+        place = folder / f"mount-{number}"
+        place.mkdir()
+        subprocess.run(("mount", "--bind", source, str(place)), check=True)
+        staged[path] = str(place)
+    return staged
