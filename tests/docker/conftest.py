@@ -154,9 +154,9 @@ def build_kit(
     kit.program = (*prefix, sys.executable, "-m", "tests.docker.launcher", str(versions))
     if podman and podman.user:
         owner = f"{podman.user.pw_uid}:{podman.user.pw_gid}"
-        own = [path for path in folder.iterdir() if path != podman.folder]
+        paths = [str(path) for path in folder.iterdir() if path != podman.folder]
         subprocess.run(("chown", owner, str(folder)), check=True)
-        subprocess.run(("chown", "-R", owner, *map(str, own)), check=True)
+        subprocess.run(("chown", "-R", owner, *paths), check=True)
     kit.environment |= {**variables, "SAVE_EVERY": "", "ITERS": "400"}
     client = {"DOCKER_BUILDKIT": "0", "MEGATRON_URL": (folder / "megatron-lm").as_uri()}
     answer = subprocess.run(

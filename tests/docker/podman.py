@@ -136,8 +136,8 @@ def stage_mounts(folder: Path, shown: tuple[Path, ...]) -> dict[str, str]:
     """Mount what containers see where every user may reach it; return the mounts by their path in a container."""
     staged = {}
     for number, (path, source) in enumerate(find_mounts(*shown).items()):
-        place = folder / f"mount-{number}"
-        place.mkdir()
-        subprocess.run(("mount", "--bind", source, str(place)), check=True)
-        staged[path] = str(place)
+        mount_point = folder / f"mount-{number}"
+        mount_point.mkdir()
+        subprocess.run(("mount", "--bind", source, str(mount_point)), check=True)
+        staged[path] = str(mount_point)
     return staged
