@@ -11,7 +11,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from parakit.cluster.sbatch import CPUS, ArrayTask, BatchJob, pyxis_flags, render_batch_script
+from parakit.cluster import sbatch
+from parakit.cluster.sbatch import (
+    CPUS,
+    ArrayTask,
+    BatchJob,
+    find_replacing_variables,
+    pyxis_flags,
+    render_batch_script,
+)
 from parakit.cluster.slurm import Slurm, parse_slurm_options, split_directives
 from parakit.config.files import ROOT
 from parakit.config.run import DeviceKind
@@ -128,6 +136,43 @@ def test_every_node_starts_the_launcher_with_its_rank_and_the_address_of_node_0(
         "MASTER_PORT": "20012",
     }
     assert (seen["RENDEZVOUS"], seen["ITERS"], seen["RUN_FOLDER"]) == ("c10d", "5", "runs/R1")
+
+
+def test_a_first_node_whose_address_slurm_does_not_report_is_reached_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PROGRAMS, "sinfo", "exit 0")
+    _, seen = run_script(render_batch_script(job(python="python")), tmp_path)
+    assert seen["MASTER_ADDR"] == "n1"
+
+
+def test_the_kits_folder_may_have_quotes_and_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sbatch, "ROOT", Path('/my "kit"'))
+    lines = [
+        line.removeprefix("#SBATCH ")
+        for line in render_batch_script(job()).splitlines()
+        if line.startswith(("#SBATCH --chdir", "#SBATCH --output"))
+    ]
+    assert [shlex.split(line) for line in lines] == [
+        ['--chdir=/my "kit"'],
+        ['--output=/my "kit"/runs/R1/slurm.txt'],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "directives", "names"),
+    [
+        (DeviceKind.GPU, (), ["SBATCH_EXPORT", "SBATCH_GPUS", "SBATCH_WAIT"]),
+        (DeviceKind.CPU, (), ["SBATCH_EXPORT", "SBATCH_WAIT"]),
+        (DeviceKind.CPU, ("-t 60 # short",), ["SBATCH_EXPORT", "SBATCH_TIMELIMIT", "SBATCH_WAIT"]),
+    ],
+)
+def test_variables_of_sbatch_count_where_the_script_has_only_a_default(
+    device: DeviceKind, directives: tuple[str, ...], names: list[str]
+) -> None:
+    variables = {f"SBATCH_{name}": "1" for name in ("EXPORT", "GPUS", "TIMELIMIT", "WAIT", "QOS")}
+    described = job(device=device, slurm=Slurm(directives=directives))
+    assert sorted(find_replacing_variables(described, variables)) == names
 
 
 def test_array_element_runs_the_task_of_its_number(tmp_path: Path) -> None:

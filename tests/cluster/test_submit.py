@@ -122,6 +122,23 @@ def test_variables_of_transport_memory_and_modules_are_passed_on_and_named(
     assert all(name in shown.partition("passed on to it:")[2] for name in passed)
 
 
+def test_sbatch_does_not_see_variables_that_would_replace_what_the_script_states(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    replacing = {"SBATCH_EXPORT": "NONE", "SBATCH_NO_REQUEUE": "1", "SBATCH_PARTITION": "debug"}
+    defaults = {"SBATCH_TIMELIMIT": "60", "SBATCH_ACCOUNT": "lab", "SBATCH_GRES": "nvme:1"}
+    variables = {**replacing, **defaults, "SLURM_PARTITION": "h200"}
+    answer = submit(tmp_path / "runs", sample_prefix, **variables)
+    assert answer.returncode == 0, answer.stdout
+    seen = dict(
+        line.split("=", 1) for line in (programs / "env").read_text().splitlines() if "=" in line
+    )
+    assert {name: text for name, text in seen.items() if name.startswith("SBATCH_")} == defaults
+    assert f"Not used, because the script states it: {', '.join(sorted(replacing))}." in " ".join(
+        answer.stdout.split()
+    )
+
+
 def test_job_that_slurm_refuses_leaves_no_run_folder(
     programs: Path, tmp_path: Path, sample_prefix: Path
 ) -> None:

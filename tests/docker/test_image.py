@@ -321,6 +321,13 @@ class TestBuild:
         with pytest.raises(LaunchError, match=r"index-url has a login .* set PIP_INDEX_URL= to"):
             build_settings({}, {"index-url": "https://user:word@m.example/simple"})
 
+    def test_a_mirror_of_megatron_with_a_login_is_refused(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("MEGATRON_URL", "https://user:word@mirror.example/mlm.git")
+        with pytest.raises(LaunchError, match=r"^MEGATRON_URL has a login in it, which the labels"):
+            build_image(None, dry_run=True)
+
     def test_without_docker_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(shutil, "which", lambda name: None)
         monkeypatch.setenv("MEGATRON_URL", "https://mirror.example/mlm.git")

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
         OUTPUT_FILE,
         ArrayTask,
         BatchJob,
+        find_replacing_variables,
         pyxis_flags,
         render_batch_script,
     )
@@ -105,6 +106,7 @@ __all__ = [
     "data_folders",
     "explain_unresolvable",
     "find_pair",
+    "find_replacing_variables",
     "free_files",
     "image_tag",
     "inherited_names",

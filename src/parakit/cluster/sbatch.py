@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from parakit.cluster.slurm import Slurm
+from parakit.cluster.slurm import Slurm, quote_value, split_directives
 from parakit.config.errors import LaunchError
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.run import DeviceKind
@@ -50,10 +50,25 @@ have different ports.
 FIRST_NODE = (
     'read -r first < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
     "# The address by which Slurm itself reaches the first node, which may be in a hidden partition.",
-    'read -r MASTER_ADDR < <(sinfo --all --noheader --nodes="$first" --format=%o)',
+    'read -r MASTER_ADDR < <(sinfo --all --noheader --nodes="$first" --format=%o) || MASTER_ADDR=$first',
     "export MASTER_ADDR",
 )
-"""Shell that sets MASTER_ADDR, the address to which all nodes connect; it works on any node of an allocation."""
+"""Shell that sets MASTER_ADDR, the address to which all nodes connect; it works on any node of an allocation.
+
+Where sinfo reports no address, the first node's name is used. `read` alone would end the script without a message.
+"""
+
+STATED_OPTIONS = (
+    *("array", "error", "export", "get-user-env", "job-name", "no-requeue", "open-mode", "output"),
+    *("requeue", "signal", "wait"),
+)
+"""Options of sbatch that belong to the script, or would have sbatch wait for the job's end."""
+GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
+_RENAMED_OPTIONS = {
+    **{"array-inx": "array", "timelimit": "time", "mem-per-node": "mem"},
+    **{"A": "account", "C": "constraint", "p": "partition", "q": "qos", "t": "time"},
+}
+"""Long options of sbatch, by short option and by variable, where they have another name."""
 
 
 CPUS = '[ -z "${SLURM_CPUS_PER_TASK-}" ] || export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK'
@@ -152,6 +167,25 @@ def _load_site(site_lines: Sequence[str]) -> Sequence[str]:
     return ("set +u", *DEFINE_MODULE, *site_lines, "set -u")
 
 
+def find_replacing_variables(job: BatchJob, environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the names of the SBATCH_ variables that would replace options that the script states, sorted.
+
+    sbatch prefers such a variable to the script, without a message: SBATCH_EXPORT=NONE would drop every variable that
+    the script passes on. Options of the script that are only defaults may be replaced: SBATCH_TIMELIMIT counts without
+    SLURM_TIME= and without a site's time limit.
+    """
+    stated = {*STATED_OPTIONS, *(GPU_OPTIONS if job.device is DeviceKind.GPU else ())}
+    for word in split_directives(job.slurm.directives):
+        option = word.partition("=")[0].lstrip("-")
+        stated.add(_RENAMED_OPTIONS.get(option, option))
+    names = []
+    for name in sorted(environment):
+        option = name.removeprefix("SBATCH_").lower().replace("_", "-")
+        if name.startswith("SBATCH_") and _RENAMED_OPTIONS.get(option, option) in stated:
+            names.append(name)
+    return tuple(names)
+
+
 def _directives(job: BatchJob) -> Sequence[str]:
     """Return the options of the script's #SBATCH lines. Options of the site file and of the user come last."""
     signal: tuple[str, ...] = ()
@@ -173,8 +207,8 @@ def _directives(job: BatchJob) -> Sequence[str]:
         f"--time={TIME_LIMIT}",
         *signal,
         *array,
-        f'--chdir="{ROOT}"',
-        f'--output="{output}"',
+        f"--chdir={quote_value(str(ROOT))}",
+        f"--output={quote_value(output)}",
         "--open-mode=append",
         "--requeue",
         f"--export={','.join(exported)}",

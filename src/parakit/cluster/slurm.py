@@ -229,7 +229,12 @@ def _quote_directive(option: str) -> str:
     """Return an option quoted for an #SBATCH line, where a backslash escapes and `#` begins a comment."""
     if _SPECIAL.search(option) is None:
         return option
-    escaped = option.replace("\\", "\\\\").replace('"', '\\"')
+    return quote_value(option)
+
+
+def quote_value(value: str) -> str:
+    """Return a value in double quotes, as sbatch reads them in an #SBATCH line."""
+    escaped = value.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 

@@ -7,7 +7,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -25,6 +25,7 @@ from parakit.cluster import (
     Nodes,
     data_folders,
     find_pair,
+    find_replacing_variables,
     inherited_names,
     pyxis_flags,
     render_batch_script,
@@ -99,6 +100,9 @@ def submit_array(name: str, launches: Sequence[Launch], console: Console) -> Non
     job_id = _write_and_submit(replace(job, tasks=tasks), folders, choose_image(first))
     for folder in folders:
         say(console, f"job {job_id}: {relative_to_root(folder)}")
+    if replacing := find_replacing_variables(job, os.environ):
+        left_out = ", ".join(replacing)
+        console.print(f"Not used, because the script states it: {left_out}.", highlight=False)
     passed_on = ", ".join(job.inherited) or "none"
     console.print(f"Variables passed on to it: {passed_on}.", highlight=False)
     console.print("'make status' follows it.", highlight=False)
@@ -224,7 +228,9 @@ def _write_and_submit(job: BatchJob, folders: Sequence[Path], image: str | None)
         for folder in folders:
             (folder / SCRIPT_FILE).write_text(text)
             write_record(folder / records.STATUS_FILE, waiting)
-        slurm_job = _run_sbatch(folders[0] / SCRIPT_FILE)
+        replacing = find_replacing_variables(job, os.environ)
+        environment = {name: text for name, text in os.environ.items() if name not in replacing}
+        slurm_job = _run_sbatch(folders[0] / SCRIPT_FILE, environment)
     except subprocess.TimeoutExpired:
         names = ", ".join(map(str, folders))
         raise LaunchError(
@@ -243,8 +249,8 @@ def _write_and_submit(job: BatchJob, folders: Sequence[Path], image: str | None)
     return slurm_job
 
 
-def _run_sbatch(path: Path) -> str:
-    """Submit a script and return the number of the job.
+def _run_sbatch(path: Path, environment: Mapping[str, str]) -> str:
+    """Submit a script with an environment and return the number of the job.
 
     Raises:
         LaunchError: sbatch cannot be run or refuses the script.
@@ -252,7 +258,13 @@ def _run_sbatch(path: Path) -> str:
     command = ("sbatch", "--parsable", str(path))
     try:
         answer = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=SUBMIT_SECONDS, cwd=ROOT
+            command,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=SUBMIT_SECONDS,
+            cwd=ROOT,
         )
     except OSError as error:
         raise LaunchError(f"'{shlex.join(command)}' cannot be run ({error}).") from None

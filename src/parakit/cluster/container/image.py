@@ -173,8 +173,8 @@ def build_image(
         runtime: RUNTIME=, the program that builds the image; None for Docker.
 
     Raises:
-        LaunchError: The program is missing, does not answer or builds no images, BASE_IMAGE= has a tag, or the
-            build failed.
+        LaunchError: The program is missing, does not answer or builds no images, BASE_IMAGE= has a tag,
+            MEGATRON_URL has a login, or the build failed.
     """
     pair = find_pair(image)
     if base_image:
@@ -188,6 +188,11 @@ def build_image(
         )
     settings = build_settings(os.environ, _pip_settings())
     url = os.environ.get("MEGATRON_URL")
+    if url and "@" in urlsplit(url).netloc and urlsplit(url).scheme.startswith("http"):
+        raise LaunchError(
+            "MEGATRON_URL has a login in it, which the labels and the history of the image would show; name a mirror "
+            "that needs none, such as a bare repository on this machine's network."
+        )
     command = build_command(pair, url, settings, base_image=base_image, program=program.value)
     if dry_run:
         print(shlex.join(command))
