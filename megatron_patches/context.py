@@ -70,15 +70,19 @@ def find_context(entry: Path, device: str) -> RuntimeContext:
         LookupError: Neither a checkout nor the `megatron-core` wheel is there.
         ValueError: `KIT_FUSED` names a patch that does not exist.
     """
-    checkout = entry.resolve().parent
-    is_checkout = (checkout / "megatron" / "core" / "package_info.py").is_file()
+    folder = entry.resolve().parent
+    if (folder / "megatron" / "core" / "package_info.py").is_file():
+        megatron, commit = checkout_version(folder), read_commit(folder)
+    else:
+        megatron, commit = wheel_version(), None
+    is_gpu = device == "gpu"
     return RuntimeContext(
         device=device,
-        megatron=checkout_version(checkout) if is_checkout else wheel_version(),
-        commit=read_commit(checkout) if is_checkout else None,
-        has_transformer_engine=device == "gpu" and _can_import("transformer_engine.pytorch"),
+        megatron=megatron,
+        commit=commit,
+        has_transformer_engine=is_gpu and _can_import("transformer_engine.pytorch"),
         fused=parse_fusions(os.environ.get(variables.FUSED, "")),
-        shares_device=device == "gpu" and os.environ.get(variables.SHARE_GPU) == "1",
+        shares_device=is_gpu and os.environ.get(variables.SHARE_GPU) == "1",
         allow_unknown_megatron=os.environ.get(variables.ALLOW_UNKNOWN_MEGATRON) == "1",
     )
 

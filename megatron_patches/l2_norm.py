@@ -18,7 +18,9 @@ def l2_norm(_: int, __: Any, lists: Sequence[Sequence[Tensor]], *___: Any) -> tu
     The norm has shape [1] and type fp32 and lies on the tensors' device. Apex returns the norm of each
     tensor as well, which Megatron does not use. The other arguments are ignored.
     """
-    tensors = [tensor for tensors in lists for tensor in tensors]
+    tensors: list[Tensor] = []
+    for tensors_of_list in lists:
+        tensors += tensors_of_list
     # On a CPU torch adds squares one by one and loses small ones in fp32 (cpu/gradient_norm.py). GPU
     # kernels add in blocks and do not.
     dtype = torch.float32 if tensors[0].is_cuda else torch.float64

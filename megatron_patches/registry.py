@@ -39,7 +39,8 @@ class Replacement:
     def exists_in(self, megatron: Version) -> bool:
         """Return True if this version of Megatron should have the target."""
         is_new_enough = self.since is None or self.since <= megatron
-        return is_new_enough and (self.before is None or megatron < self.before)
+        is_old_enough = self.before is None or megatron < self.before
+        return is_new_enough and is_old_enough
 
 
 @dataclass(frozen=True)
@@ -113,18 +114,19 @@ def apply_patches(patches: Iterable[Patch], context: RuntimeContext) -> tuple[st
         PatchError: The version is untested and not allowed, or a tested Megatron lacks a target.
     """
     check_version(context)
-    applied = [patch for patch in patches if patch.needed(context)]
-    lenient = context.allow_unknown_megatron and not context.knows_megatron
-    for patch in applied:
+    needed = [patch for patch in patches if patch.needed(context)]
+    may_skip = context.allow_unknown_megatron and not context.knows_megatron
+    for patch in needed:
         for replacement in patch.replacements:
-            if replacement.exists_in(context.megatron):
-                try:
-                    _replace(patch, replacement, context)
-                except PatchError:
-                    if not lenient:
-                        raise
-                    skipped_targets.append(f"{patch.name} ({replacement.target})")
-    return tuple(patch.name for patch in applied)
+            if not replacement.exists_in(context.megatron):
+                continue
+            try:
+                _replace(patch, replacement, context)
+            except PatchError:
+                if not may_skip:
+                    raise
+                skipped_targets.append(f"{patch.name} ({replacement.target})")
+    return tuple(patch.name for patch in needed)
 
 
 SKIPPED_PREFIX = "but for targets that it lacks: "
@@ -145,9 +147,7 @@ def _replace(patch: Patch, replacement: Replacement, context: RuntimeContext) ->
         owner: Any = importlib.import_module(module_name)
         for name in owners:
             owner = getattr(owner, name)
-        # A property is read from the class's dictionary, because getattr would evaluate it.
-        in_class = owner.__dict__.get(attribute) if isinstance(owner, type) else None
-        original = in_class if isinstance(in_class, property) else getattr(owner, attribute)
+        original = _read_attribute(owner, attribute)
     except (ImportError, AttributeError) as error:
         raise PatchError(
             f"Patch '{patch.name}' ({patch.reason}) expects {replacement.target}, which Megatron "
@@ -160,6 +160,19 @@ def _replace(patch: Patch, replacement: Replacement, context: RuntimeContext) ->
             setattr(module, attribute, replaced)
 
 
+def _read_attribute(owner: Any, name: str) -> Any:
+    """Return an attribute of a module or class. A property of a class is returned itself and not evaluated.
+
+    Raises:
+        AttributeError: There is no such attribute.
+    """
+    if isinstance(owner, type):
+        attribute = owner.__dict__.get(name)
+        if isinstance(attribute, property):
+            return attribute
+    return getattr(owner, name)
+
+
 def modules_with_copy(original: Any, name: str, owner: ModuleType) -> list[ModuleType]:
     """Return the loaded modules of `owner`'s package that have imported `original` under the name `name`.
 
@@ -169,11 +182,11 @@ def modules_with_copy(original: Any, name: str, owner: ModuleType) -> list[Modul
     package = owner.__name__.partition(".")[0]
     if package == "torch":
         return []
-    return [
-        module
-        for module_name, module in tuple(sys.modules.items())
-        if module is not owner
-        and isinstance(module, ModuleType)
-        and module_name.partition(".")[0] == package
-        and vars(module).get(name) is original
-    ]
+    modules = []
+    for module_name, module in tuple(sys.modules.items()):
+        is_of_package = module_name.partition(".")[0] == package
+        if module is owner or not is_of_package or not isinstance(module, ModuleType):
+            continue
+        if vars(module).get(name) is original:
+            modules.append(module)
+    return modules

@@ -139,25 +139,17 @@ def _write_calls_of_failure(
 def _recorded_calls() -> dict[str, Any]:
     """Return the dump of the flight recorders, with the ranks of every process group.
 
-    gloo's and NCCL's calls are in separate recorders. They are merged by time and numbered again. gloo's
-    dump lacks the ranks of the groups, so they are added. Without torch.distributed no call is listed.
+    gloo's dump lacks the ranks of the groups, so they are added. Without torch.distributed no call is listed.
     """
     if "torch.distributed" not in sys.modules:
         return {"entries": [], "dumped_ns": time.time_ns()}
-    from torch._C import _distributed_c10d as c10d
     from torch.distributed import distributed_c10d
 
     # torch would import its compiler, which takes 9 s of a core, to look up frames of compiled code. An
     # empty module in its place prevents that.
     empty_module = ModuleType(_COMPILER)
     is_replaced = sys.modules.setdefault(_COMPILER, empty_module) is empty_module
-    dump: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())  # noqa: S301 - this process made it
-    # torch's builds for CPUs do not have this function.
-    dump_nccl_trace = getattr(c10d, "_dump_nccl_trace", None)
-    if dump_nccl_trace:
-        nccl_dump = pickle.loads(dump_nccl_trace())  # noqa: S301
-        entries = sorted(dump["entries"] + nccl_dump["entries"], key=itemgetter("time_created_ns"))
-        dump["entries"] = [{**entry, "record_id": index} for index, entry in enumerate(entries)]
+    dump = _read_recorders()
     if is_replaced:
         del sys.modules[_COMPILER]
     world = distributed_c10d._world
@@ -170,4 +162,21 @@ def _recorded_calls() -> dict[str, Any]:
             "ranks": sorted(index_by_rank, key=index_by_rank.__getitem__),
         }
     dump["dumped_ns"] = time.time_ns()
+    return dump
+
+
+def _read_recorders() -> dict[str, Any]:
+    """Return the dump of torch's flight recorders.
+
+    gloo's and NCCL's calls are in separate recorders. They are merged by time and numbered again.
+    """
+    from torch._C import _distributed_c10d as c10d
+
+    dump: dict[str, Any] = pickle.loads(c10d._dump_fr_trace())  # noqa: S301 - this process made it
+    # torch's builds for CPUs do not have this function.
+    dump_nccl_trace = getattr(c10d, "_dump_nccl_trace", None)
+    if dump_nccl_trace:
+        nccl_dump = pickle.loads(dump_nccl_trace())  # noqa: S301
+        entries = sorted(dump["entries"] + nccl_dump["entries"], key=itemgetter("time_created_ns"))
+        dump["entries"] = [{**entry, "record_id": index} for index, entry in enumerate(entries)]
     return dump

@@ -33,24 +33,15 @@ class NormMembership:
     def note(self, original: Callable[..., Any], gradients: Any, *args: Any, **kwargs: Any) -> Any:
         """Record which gradients a norm counts, then call `original` (`get_grad_norm_fp32`) and return its result."""
         all_gradients = [gradients] if isinstance(gradients, torch.Tensor) else gradients
-        ranks = tuple(get_process_group_ranks(kwargs.get("grad_stats_parallel_group")))
-        meshes = (tensor.device_mesh for tensor in all_gradients if hasattr(tensor, "device_mesh"))
-        mesh = next(meshes, None)
-        if mesh is not None:
-            # Under FSDP the norm is also summed over the ranks with the gradients' other shards.
-            shard_ranks = get_process_group_ranks(mesh.get_group())
-            local_rank = torch.distributed.get_rank()
-            ranks = tuple(
-                sorted({rank + shard - local_rank for rank in ranks for shard in shard_ranks})
-            )
+        ranks = _find_summed_ranks(all_gradients, kwargs.get("grad_stats_parallel_group"))
         count_by_gradient = Counter(id(gradient) for gradient in all_gradients)
-        counted: dict[int, int] = {}
+        counted: Counter[int] = Counter()
         for parameter, part in self._parameters.parts(self._optimizer):
             for gradient in _list_gradients(part):
                 if count_by_gradient[id(gradient)]:
                     counted[id(parameter)] = count_by_gradient[id(gradient)]
         # Calls are combined by their maximum, not their sum: a norm may be computed twice and used once.
-        self._counted[ranks] = self._counted.get(ranks, Counter()) | Counter(counted)
+        self._counted[ranks] = self._counted.get(ranks, Counter()) | counted
         return original(gradients, *args, **kwargs)
 
     def pieces(self) -> Iterator[tuple[tuple[int, ...], Piece]]:
@@ -60,12 +51,33 @@ class NormMembership:
         """
         for ranks, counted in self._counted.items():
             for parameter, part in self._parameters.parts(self._optimizer):
-                if counted[id(parameter)]:
-                    counts = torch.zeros(local_tensor(parameter).numel(), dtype=torch.uint8)
-                    start = part.start or 0
-                    counts[start : start + local_tensor(part.main).numel()] = counted[id(parameter)]
-                    for piece in self._parameters.pieces(parameter, counts):
-                        yield ranks, piece
+                count = counted[id(parameter)]
+                if count == 0:
+                    continue
+                counts = torch.zeros(local_tensor(parameter).numel(), dtype=torch.uint8)
+                begin = part.start or 0
+                end = begin + local_tensor(part.main).numel()
+                counts[begin:end] = count
+                for piece in self._parameters.pieces(parameter, counts):
+                    yield ranks, piece
+
+
+def _find_summed_ranks(gradients: list[torch.Tensor], group: Any) -> tuple[int, ...]:
+    """Return the ranks over which the norm of some gradients is summed.
+
+    `group` is the group that Megatron passes. Under FSDP the norm is also summed over the ranks with the
+    gradients' other shards. Each rank of those has a group of its own, shifted by the distance of the two ranks.
+    """
+    ranks = tuple(get_process_group_ranks(group))
+    for gradient in gradients:
+        if hasattr(gradient, "device_mesh"):
+            shard_ranks = get_process_group_ranks(gradient.device_mesh.get_group())
+            local_rank = torch.distributed.get_rank()
+            all_ranks: set[int] = set()
+            for shard_rank in shard_ranks:
+                all_ranks.update(rank + shard_rank - local_rank for rank in ranks)
+            return tuple(sorted(all_ranks))
+    return ranks
 
 
 def _list_gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:
@@ -75,5 +87,5 @@ def _list_gradients(part: OptimizerPart) -> Iterator[torch.Tensor]:
         if gradient is not None:
             yield gradient
             if hasattr(gradient, "_local_tensor"):
-                # Megatron-FSDP passes the local_tensor shard of a DTensor.
+                # Megatron-FSDP passes the local shard of a DTensor.
                 yield local_tensor(gradient)

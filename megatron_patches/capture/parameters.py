@@ -30,7 +30,9 @@ class ParameterMap:
             names: One dictionary per chunk: each module's global name by its name in the chunk.
         """
         self._entries: dict[int, Any] = {}
+        """Entry of the sharded state dict that holds the tensor's position, by the tensor's id."""
         self._names: dict[int, str] = {}
+        """Global name of each tensor, by the tensor's id."""
         self.parameters: list[torch.nn.Parameter] = []
         self.buffers: list[torch.Tensor] = []
         """Buffers that checkpoints hold."""
@@ -40,16 +42,23 @@ class ParameterMap:
             entries = {id(entry.data): entry for entry in _list_entries(_shard_state(chunk))}
             for name, tensor in (*chunk.named_parameters(), *_list_saved_buffers(chunk)):
                 module, _, tensor_name = name.rpartition(".")
+                # A tensor that several modules share keeps its first name.
                 self._names.setdefault(id(tensor), f"{names_of_chunk[module]}.{tensor_name}")
                 entry = entries.get(id(tensor)) or _find_by_memory(entries.values(), tensor)
                 if entry is None:
                     self.unplaced.append(name)
-                elif id(tensor) not in self._entries:
-                    self._entries[id(tensor)] = entry
-                    if isinstance(tensor, torch.nn.Parameter):
-                        self.parameters.append(tensor)
-                    else:
-                        self.buffers.append(tensor)
+                else:
+                    self._add(tensor, entry)
+
+    def _add(self, tensor: torch.Tensor, entry: Any) -> None:
+        """Add a parameter or buffer with its entry in the sharded state dict, unless it is already there."""
+        if id(tensor) in self._entries:
+            return
+        self._entries[id(tensor)] = entry
+        if isinstance(tensor, torch.nn.Parameter):
+            self.parameters.append(tensor)
+        else:
+            self.buffers.append(tensor)
 
     def places(self, parameter: torch.Tensor) -> bool:
         """Return True if the parameter's position in the full tensor is known."""
@@ -94,12 +103,12 @@ class ParameterMap:
         fsdp_range = flat_range(parameter)
         if fsdp_range:
             start, shape = fsdp_range.start, parameter.shape
-        if start is not None:
-            absent = torch.nan if values.is_floating_point() else 0
-            full = torch.full((parameter.numel(),), absent, dtype=values.dtype)
-            full[start : start + values.numel()] = values.detach().cpu().view(-1)
-            values = full
-        return values.detach().view(shape), start is not None
+        if start is None:
+            return values.detach().view(shape), False
+        absent = torch.nan if values.is_floating_point() else 0
+        full = torch.full((parameter.numel(),), absent, dtype=values.dtype)
+        full[start : start + values.numel()] = values.detach().cpu().view(-1)
+        return full.view(shape), True
 
     def split(
         self, parameter: torch.Tensor, values: torch.Tensor, is_partial: bool
@@ -201,16 +210,19 @@ def _full_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart |
     master = getattr(parameter, "main_param", None)
     main = parameter if master is None else master
     for group in optimizer.param_groups:
-        if any(main is candidate for candidate in group["params"]):
-            torch_optimizer = getattr(optimizer, "optimizer", optimizer)
-            states = {**torch_optimizer.state.get(main, {}), "param": main}
-            return OptimizerPart(
-                start=None,
-                main=main,
-                states=_select_tensors(states, parameter),
-                gradient=parameter_gradient(parameter),
-                group=group,
-            )
+        # `in` would compare elements of tensors.
+        is_in_group = any(main is candidate for candidate in group["params"])
+        if not is_in_group:
+            continue
+        torch_optimizer = getattr(optimizer, "optimizer", optimizer)
+        states = {**torch_optimizer.state.get(main, {}), "param": main}
+        return OptimizerPart(
+            start=None,
+            main=main,
+            states=_select_tensors(states, parameter),
+            gradient=parameter_gradient(parameter),
+            group=group,
+        )
     return None
 
 
@@ -225,16 +237,16 @@ def _shard_state(chunk: torch.nn.Module) -> Any:
     from megatron.core import utils
     from megatron.core.transformer import utils as transformer_utils
 
-    have_dtensor = utils.HAVE_DTENSOR
+    metadata = None
+    if hasattr(transformer_utils, "ensure_metadata_has_dp_cp_group"):
+        metadata = transformer_utils.ensure_metadata_has_dp_cp_group(None)
     has_flat_ranges = any(
         hasattr(parameter, "megatron_fsdp_slice") for parameter in chunk.parameters()
     )
+    have_dtensor = utils.HAVE_DTENSOR
     utils.HAVE_DTENSOR = have_dtensor and not has_flat_ranges
     try:
-        ensure_group = getattr(
-            transformer_utils, "ensure_metadata_has_dp_cp_group", lambda metadata: metadata
-        )
-        return chunk.sharded_state_dict(metadata=ensure_group(None))  # type: ignore[operator]
+        return chunk.sharded_state_dict(metadata=metadata)  # type: ignore[operator]
     finally:
         utils.HAVE_DTENSOR = have_dtensor
 
@@ -248,12 +260,14 @@ def _select_tensors(
     states: dict[str, Any], parameter: torch.nn.Parameter
 ) -> dict[str, torch.Tensor]:
     """Return the states that are tensors. A master copy (`param`) is left out if it has the parameter's dtype."""
-    return {
-        name: value
-        for name, value in states.items()
-        if isinstance(value, torch.Tensor)
-        and not (name == "param" and value.dtype == parameter.dtype)
-    }
+    tensors = {}
+    for name, value in states.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        is_distinct = name != "param" or value.dtype != parameter.dtype
+        if is_distinct:
+            tensors[name] = value
+    return tensors
 
 
 def _list_entries(state: Any) -> Iterator[Any]:

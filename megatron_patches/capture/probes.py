@@ -9,7 +9,8 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import chain, count, pairwise
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,27 @@ class _Call:
     """True if the call repeats a forward pass during backward."""
 
 
+@dataclass(frozen=True)
+class _ProbedModule:
+    """A module with hooks, and which of its tensors are captured."""
+
+    name: str
+    """Global name of the module."""
+    chunk: int
+    """Number of the model chunk that the module is in."""
+    parameter_names: tuple[str, ...]
+    """Names of the parameters of its forward method to which positional arguments go."""
+    takes: bool
+    """True if the module's inputs are captured."""
+    gives: bool
+    """True if the module's outputs are captured."""
+
+
 class Probes:
-    """The hooks on all modules of all model chunks, for one iteration."""
+    """The hooks on all modules of all model chunks, for one iteration.
+
+    A module goes on with the values that the hooks return, which may replace the captured ones.
+    """
 
     def __init__(self, chunks: list[torch.nn.Module], names: list[dict[str, str]], sink: Sink):
         """Set the hooks.
@@ -75,10 +95,18 @@ class Probes:
                 if getattr(module, "local_experts", None):
                     # Its tensors have rows of several experts. Each expert is a module with hooks.
                     continue
-                is_full = name in ("", "decoder")
-                takes = is_first or not is_full or (is_last and name == "")
-                gives = is_last or not is_full
-                self._hook(module, names_of_chunk[name], chunk=number, takes=takes, gives=gives)
+                is_model, is_within = name == "", name not in ("", "decoder")
+                self._hook(
+                    module,
+                    _ProbedModule(
+                        name=names_of_chunk[name],
+                        chunk=number,
+                        parameter_names=_list_positional_parameters(module.forward),
+                        # The last stage takes the labels, which are inputs of the model.
+                        takes=is_within or is_first or (is_model and is_last),
+                        gives=is_within or is_last,
+                    ),
+                )
 
     def remove(self) -> None:
         """Remove the hooks from the modules."""
@@ -92,85 +120,81 @@ class Probes:
         self._micro_batch[chunk] = number
         return number
 
-    def _hook(
-        self, module: torch.nn.Module, name: str, chunk: int, takes: bool, gives: bool
-    ) -> None:
-        """Add hooks to a module that capture its inputs before, and its outputs after, each forward pass.
-
-        The module goes on with the values that `_probe` returns, which may replace the captured ones.
-
-        Args:
-            module: The module.
-            name: Global name of the module.
-            chunk: Number of the model chunk that the module is in.
-            takes: True if the module's inputs are captured.
-            gives: True if the module's outputs are captured.
-        """
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        parameters = inspect.signature(module.forward).parameters.values()
-        names = [parameter.name for parameter in parameters if parameter.kind in positional]
-
-        def before(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            call = self._begin_call(name, chunk)
-            self._running.append(call)
-            if not takes:
-                return args, kwargs
-            # Only the model's inputs are inputs of the run. Other modules take what modules before them computed.
-            stage = CaptureStage.INPUTS if name == MODEL else CaptureStage.OUTPUTS
-            args = tuple(
-                self._probe(value, stage, name, f"input.{key}", call)
-                for key, value in zip(chain(names, count()), args, strict=False)
-            )
-            kwargs = {
-                key: self._probe(value, stage, name, f"input.{key}", call)
-                for key, value in kwargs.items()
-            }
-            return args, kwargs
-
-        def after(_: Any, __: tuple[Any, ...], output: Any) -> Any:
-            call = self._running.pop()
-            if not gives:
-                return output
-            if isinstance(output, torch.Tensor):
-                if name == MODEL and output.ndim == 2:
-                    # The model returned losses [b, s] and not logits [b, s, vocabulary].
-                    return self._probe(output, CaptureStage.LOSS, LOSS, PER_TOKEN_LOSS, call)
-                return self._probe(output, CaptureStage.OUTPUTS, name, "output", call)
-            if isinstance(output, (tuple, list)):
-                probed = (
-                    self._probe(value, CaptureStage.OUTPUTS, name, f"output.{index}", call)
-                    for index, value in enumerate(output)
-                )
-                return type(output)(probed)
-            return output
-
+    def _hook(self, module: torch.nn.Module, probed: _ProbedModule) -> None:
+        """Add hooks to a module that capture its inputs before, and its outputs after, each forward pass."""
+        before, after = partial(self._before_forward, probed), partial(self._after_forward, probed)
         self._handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         self._handles.append(module.register_forward_hook(after))
+
+    def _before_forward(
+        self,
+        probed: _ProbedModule,
+        _: torch.nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Begin a call of a module and capture its inputs; return the arguments with which the module goes on."""
+        call = self._begin_call(probed.name, probed.chunk)
+        self._running.append(call)
+        if not probed.takes:
+            return args, kwargs
+        # Only the model's inputs are inputs of the run. Other modules take what modules before them computed.
+        stage = CaptureStage.INPUTS if probed.name == MODEL else CaptureStage.OUTPUTS
+        # Arguments beyond the named parameters are numbered.
+        slots = chain(probed.parameter_names, count())
+        probed_args = tuple(
+            self._probe(value, stage, probed.name, f"input.{slot}", call)
+            for slot, value in zip(slots, args, strict=False)
+        )
+        probed_kwargs = {
+            key: self._probe(value, stage, probed.name, f"input.{key}", call)
+            for key, value in kwargs.items()
+        }
+        return probed_args, probed_kwargs
+
+    def _after_forward(
+        self, probed: _ProbedModule, _: torch.nn.Module, __: tuple[Any, ...], output: Any
+    ) -> Any:
+        """End a call of a module and capture its outputs; return the output with which the caller goes on."""
+        call = self._running.pop()
+        if not probed.gives:
+            return output
+        if isinstance(output, torch.Tensor):
+            if probed.name == MODEL and output.ndim == 2:
+                # The model returned losses [b, s] and not logits [b, s, vocabulary].
+                return self._probe(output, CaptureStage.LOSS, LOSS, PER_TOKEN_LOSS, call)
+            return self._probe(output, CaptureStage.OUTPUTS, probed.name, "output", call)
+        if isinstance(output, (tuple, list)):
+            probed_values = (
+                self._probe(value, CaptureStage.OUTPUTS, probed.name, f"output.{index}", call)
+                for index, value in enumerate(output)
+            )
+            return type(output)(probed_values)
+        return output
 
     def _begin_call(self, name: str, chunk: int) -> _Call:
         """Return the description of the call of module `name` that begins now.
 
         A call within a backward pass recomputes an earlier call. It gets that call's micro batch and number.
         """
-        # The id is -1 outside of a backward pass; inside of one, forward passes are recomputed.
-        if torch._C._current_graph_task_id() == -1:
-            micro_batch, caller = self._micro_batch[chunk], ""
-            if self._running:
-                outer = self._running[-1]
-                is_within = outer.name == MODEL or name.startswith(f"{outer.name}.")
-                caller = outer.caller if is_within else outer.name
-            # A rank may lack some callers of a module. Calls are counted per caller, so that their
-            # numbers are the same on every rank.
-            key = (chunk, name, micro_batch, caller)
-            call = _Call(name, micro_batch, self._num_calls[key], caller)
-            self._num_calls[key] += 1
-            # Whether gradients are on does not tell whether the call will be recomputed: Megatron
-            # switches them on inside of a checkpoint.
-            self._to_recompute.setdefault(name, []).append(call)
-            return call
-        # A chunk's micro batches run backward in the order of their forward passes, and if a module is
-        # recomputed, then every call of it is.
-        return replace(self._to_recompute[name].pop(0), recomputed=True)
+        if is_in_backward():
+            # A chunk's micro batches run backward in the order of their forward passes, and if a module is
+            # recomputed, then every call of it is.
+            return replace(self._to_recompute[name].pop(0), recomputed=True)
+        micro_batch, caller = self._micro_batch[chunk], ""
+        if self._running:
+            outer = self._running[-1]
+            is_within = outer.name == MODEL or name.startswith(f"{outer.name}.")
+            caller = outer.caller if is_within else outer.name
+        # A rank may lack some callers of a module. Calls are counted per caller, so that their numbers are
+        # the same on every rank.
+        key = (chunk, name, micro_batch, caller)
+        call = _Call(name, micro_batch, self._num_calls[key], caller)
+        self._num_calls[key] += 1
+        # Whether gradients are on does not tell whether the call will be recomputed: Megatron switches them
+        # on inside of a checkpoint.
+        self._to_recompute.setdefault(name, []).append(call)
+        return call
 
     def _probe(self, value: Any, stage: CaptureStage, name: str, slot: str, call: _Call) -> Any:
         """Capture an input or output of a module, and return the value that the module must use in its place.
@@ -207,6 +231,19 @@ class Probes:
         return tap(self._sink, value, [(value_key, gradient_key)])
 
 
+def is_in_backward() -> bool:
+    """Return True inside of a backward pass, where forward passes are recomputed."""
+    # Outside of a backward pass the id of autograd's task is -1.
+    return torch._C._current_graph_task_id() != -1
+
+
+def _list_positional_parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the parameters to which positional arguments go, without `*args`."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(function).parameters.values()
+    return tuple(parameter.name for parameter in parameters if parameter.kind in positional)
+
+
 def global_names(
     chunks: list[torch.nn.Module], layers_before: list[int], experts_before: int
 ) -> list[dict[str, str]]:
@@ -220,21 +257,33 @@ def global_names(
     Returns:
         One dictionary per chunk, with the global names by the names in the chunk.
     """
-
-    def make_global(name: str, num_layers: int) -> str:
-        parts = name.split(".")
-        for index, (parent, number) in enumerate(pairwise(parts), start=1):
-            if parent == "layers" and index >= 2 and parts[index - 2] == "decoder":
-                parts[index] = str(int(number) + num_layers)
-            elif parent == "local_experts":
-                parts[index] = str(int(number) + experts_before)
-        return ".".join(parts) if name else MODEL
-
     names_by_chunk = []
-    for chunk, num_layers in zip(chunks, layers_before, strict=True):
-        names_of_chunk = {name: make_global(name, num_layers) for name, _ in chunk.named_modules()}
-        names_by_chunk.append(names_of_chunk)
+    for chunk, layers_before_chunk in zip(chunks, layers_before, strict=True):
+        names_by_chunk.append(
+            {
+                name: _number_globally(name, layers_before_chunk, experts_before)
+                for name, _ in chunk.named_modules()
+            }
+        )
     return names_by_chunk
+
+
+def _number_globally(name: str, layers_before: int, experts_before: int) -> str:
+    """Return a module's name in its chunk with global numbers; MODEL for the empty name of the chunk itself.
+
+    Only the decoder's layers are split over chunks. Layers of MTP keep their numbers.
+    """
+    if not name:
+        return MODEL
+    parts = name.split(".")
+    global_parts = list(parts)
+    for index in range(1, len(parts)):
+        # A number follows the name of the list that the module is in.
+        if parts[max(0, index - 2) : index] == ["decoder", "layers"]:
+            global_parts[index] = str(int(parts[index]) + layers_before)
+        elif parts[index - 1] == "local_experts":
+            global_parts[index] = str(int(parts[index]) + experts_before)
+    return ".".join(global_parts)
 
 
 def list_modules(

@@ -48,9 +48,10 @@ def gather_module_names(chunks: list[torch.nn.Module]) -> list[dict[str, str]]:
     """
     from megatron.core import mpu
 
-    layers_per_chunk = [
-        len(getattr(getattr(chunk, "decoder", None), "layers", ())) for chunk in chunks
-    ]
+    layers_per_chunk = []
+    for chunk in chunks:
+        decoder = getattr(chunk, "decoder", None)
+        layers_per_chunk.append(len(getattr(decoder, "layers", ())))
     local_stage = mpu.get_pipeline_model_parallel_rank()
     gathered: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(gathered, (local_stage, layers_per_chunk))
@@ -87,31 +88,23 @@ def describe_rank(
         optimizer: Megatron's optimizer.
         loss_scales: Loss scale of each iteration under fp16; empty without fp16.
     """
-    from megatron.core import mpu
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
 
-    def find_position(group: str) -> tuple[int, int]:
-        """Return this rank's number in a parallel group, and the group's size."""
-        function = f"get_{group}_parallel"
-        return getattr(mpu, f"{function}_rank")(), getattr(mpu, f"{function}_world_size")()
-
     args = get_args()
-    data, context = find_position("data"), find_position("context")
-    tensor = find_position("tensor_model")
-    group_arguments = ("moe_router_num_groups", "moe_router_group_topk")
-    groups: Any = tuple(getattr(args, name, None) for name in group_arguments)
+    data, context = _find_position("data"), _find_position("context")
+    tensor = _find_position("tensor_model")
     return CapturedRank(
         rank=torch.distributed.get_rank(),
         world_size=torch.distributed.get_world_size(),
         iteration=args.curr_iteration + 1,
         tensor=tensor,
-        pipeline=find_position("pipeline_model"),
+        pipeline=_find_position("pipeline_model"),
         virtual_stages=len(chunks),
         context=context,
         data=data,
-        expert=find_position("expert_model"),
-        expert_tensor=find_position("expert_tensor"),
+        expert=_find_position("expert_model"),
+        expert_tensor=_find_position("expert_tensor"),
         expert_sources=_expert_sources((data[0], context[0], tensor[0])),
         sequence_parallel=bool(args.sequence_parallel),
         gated=bool(getattr(chunks[0].config, "gated_linear_unit", False)),
@@ -127,10 +120,25 @@ def describe_rank(
         loss_scales=loss_scales,
         modules={name: describe_module(module) for name, module in list_modules(chunks, names)},
         functions=_find_functions(chunks[0].config, optimizer),
-        router_groups=groups if all(groups) else None,
+        router_groups=_find_router_groups(args),
         norm_groups=norm_groups,
         notes=tuple(_describe_gaps(parameters)),
     )
+
+
+def _find_position(group: str) -> tuple[int, int]:
+    """Return this rank's number in a parallel group, and the group's size."""
+    from megatron.core import mpu
+
+    function = f"get_{group}_parallel"
+    return getattr(mpu, f"{function}_rank")(), getattr(mpu, f"{function}_world_size")()
+
+
+def _find_router_groups(args: Any) -> tuple[int, int] | None:
+    """Return the number of groups of experts and the number of groups that a router chooses; None without groups."""
+    num_groups = getattr(args, "moe_router_num_groups", None)
+    num_chosen = getattr(args, "moe_router_group_topk", None)
+    return (num_groups, num_chosen) if num_groups and num_chosen else None
 
 
 def _find_functions(config: Any, optimizer: Any) -> dict[str, str]:
@@ -152,10 +160,11 @@ def _find_functions(config: Any, optimizer: Any) -> dict[str, str]:
     }
     sources = {}
     for stage_or_slot, target in functions.items():
-        module, _, function = target.partition(":")
+        module_name, _, path = target.partition(":")
         # Some versions of Megatron lack a module or a function of that name.
         with suppress(ImportError, AttributeError):
-            source = locate_function(attrgetter(function)(import_module(f"megatron.core.{module}")))
+            module = import_module(f"megatron.core.{module_name}")
+            source = locate_function(attrgetter(path)(module))
             if source:
                 sources[stage_or_slot] = source
     return sources

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from megatron_patches.capture.probes import list_modules
+from megatron_patches.capture.probes import is_in_backward, list_modules
 from parakit.artifacts.capture import CHOICE, SCORES, CaptureStage, TensorKey
 from parakit.capturing import Sink
 
@@ -116,13 +116,12 @@ class _Choices:
         values, chosen = default_compute_topk(
             scores, topk, num_groups=num_groups, group_topk=group_topk
         )
-        # The id is -1 outside of a backward pass; inside of one, forward passes are recomputed.
-        if torch._C._current_graph_task_id() == -1:
-            self._replacements.append(self._write_choice(scores.detach(), chosen))
-            replacement = self._replacements[-1]
-        else:
+        if is_in_backward():
             replacement = self._replacements[self._num_recomputed]
             self._num_recomputed += 1
+        else:
+            replacement = self._write_choice(scores.detach(), chosen)
+            self._replacements.append(replacement)
         if replacement is None:
             return values, chosen
         return scores.gather(1, replacement), replacement
@@ -133,14 +132,16 @@ class _Choices:
         The result has the shape of `chosen`. None keeps the router's own choice; this is also the result if
         the sink's choice has another number of tokens or experts.
         """
-        micro_batch = len(self._replacements)
-
-        def make_tensor_key(slot: str) -> TensorKey:
-            return TensorKey(CaptureStage.OUTPUTS, self._name, self._earlier + slot, micro_batch)
-
-        self._sink.write(make_tensor_key(SCORES), scores)
+        self._sink.write(self._make_tensor_key(SCORES), scores)
         is_chosen = torch.zeros_like(scores, dtype=torch.bool).scatter(1, chosen, True)
-        replacement = self._sink.choose(make_tensor_key(CHOICE), is_chosen)
+        replacement = self._sink.choose(self._make_tensor_key(CHOICE), is_chosen)
         if replacement is None or replacement.shape != is_chosen.shape:
             return None
-        return replacement.nonzero()[:, 1].view(chosen.shape).to(chosen.device)
+        # Each row of `nonzero` is the number of a token and of an expert that the token goes to.
+        expert_numbers = replacement.nonzero()[:, 1]
+        return expert_numbers.view(chosen.shape).to(chosen.device)
+
+    def _make_tensor_key(self, slot: str) -> TensorKey:
+        """Return the key of a tensor of this router in the micro batch whose choice is made next."""
+        micro_batch = len(self._replacements)
+        return TensorKey(CaptureStage.OUTPUTS, self._name, self._earlier + slot, micro_batch)

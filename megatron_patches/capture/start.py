@@ -22,7 +22,14 @@ from parakit.artifacts.capture import (
     CaptureStage,
     InitialPiece,
 )
-from parakit.capturing import Recording, TrainingState, local_tensor, perturb, update_magnitude
+from parakit.capturing import (
+    Piece,
+    Recording,
+    TrainingState,
+    local_tensor,
+    perturb,
+    update_magnitude,
+)
 
 
 class InitialState:
@@ -41,8 +48,8 @@ class InitialState:
             key, current = id(parameter), local_tensor(part.main).detach()
             squares = part.states.get("exp_avg_sq")
             if key in self._last and squares is not None:
-                update = current - self._last[key]
-                magnitude = update_magnitude(*_shape_as_parameter(parameter, part, update, squares))
+                update = _shape_as_parameter(parameter, part, current - self._last[key])
+                magnitude = update_magnitude(update, _shape_as_parameter(parameter, part, squares))
                 self._reach[key] = self._reach.get(key, 0) + magnitude.reshape(current.shape)
             self._last[key] = current.clone()
 
@@ -60,12 +67,10 @@ class InitialState:
         self._reach.clear()
         is_changed = False
         with torch.no_grad():
-            tensors: list[tuple[str, torch.Tensor]] = [
-                *((START_WEIGHT, parameter) for parameter in self._parameters.parameters),
-                *((START_BUFFER, buffer) for buffer in self._parameters.buffers),
-            ]
-            for slot, tensor in tensors:
-                is_changed |= self._write_tensor(sink, slot, tensor)
+            for parameter in self._parameters.parameters:
+                is_changed |= self._write_tensor(sink, START_WEIGHT, parameter)
+            for buffer in self._parameters.buffers:
+                is_changed |= self._write_tensor(sink, START_BUFFER, buffer)
         if is_changed:
             self._update_copies(optimizer)
 
@@ -99,33 +104,30 @@ def describe_initial_weights(parameters: ParameterMap) -> list[InitialPiece]:
 
     The capture calls this function before a checkpoint is loaded, to record how the weights were initialised.
     """
-    pieces = []
+    descriptions = []
     for parameter in parameters.parameters:
         for piece in parameters.pieces(parameter, parameter.data):
-            values = piece.values.detach().cpu().contiguous()
-            deviation, mean = torch.std_mean(values.double(), correction=0)
-            digest = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]
-            initial_piece = InitialPiece(
-                piece.name,
-                piece.placement,
-                tuple(values.shape),
-                digest,
-                float(mean),
-                float(deviation),
-            )
-            pieces.append(initial_piece)
-    return pieces
+            descriptions.append(_describe_piece(piece))
+    return descriptions
+
+
+def _describe_piece(piece: Piece) -> InitialPiece:
+    """Return a digest, the mean and the standard deviation of one part of a weight."""
+    values = piece.values.detach().cpu().contiguous()
+    deviation, mean = torch.std_mean(values.double(), correction=0)
+    digest = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]
+    shape = tuple(values.shape)
+    return InitialPiece(piece.name, piece.placement, shape, digest, float(mean), float(deviation))
 
 
 def _shape_as_parameter(
-    parameter: torch.Tensor, part: OptimizerPart, *tensors: torch.Tensor
-) -> Iterator[torch.Tensor]:
-    """Yield an optimizer part's tensors in the parameter's shape; flat if they are only a range of it."""
+    parameter: torch.Tensor, part: OptimizerPart, values: torch.Tensor
+) -> torch.Tensor:
+    """Return a tensor of an optimizer part in the parameter's shape; flat if it is only a range of it."""
     local_parameter = local_tensor(parameter)
-    for tensor in tensors:
-        flat = local_tensor(tensor).reshape(-1)
-        is_full = part.start is None and flat.numel() == local_parameter.numel()
-        yield flat.view(local_parameter.shape) if is_full else flat
+    flat = local_tensor(values).reshape(-1)
+    is_full = part.start is None and flat.numel() == local_parameter.numel()
+    return flat.view(local_parameter.shape) if is_full else flat
 
 
 def gather_weights(model: list[Any]) -> None:
@@ -142,18 +144,22 @@ class Snapshot:
 
     def __init__(self, chunks: list[torch.nn.Module], optimizer: Any, scheduler: Any) -> None:
         """Copy weights, buffers, optimizer states, scheduler, loss scalers and random states."""
-        megatron_optimizers = list_optimizers(optimizer)
-        torch_optimizers = [getattr(outer, "optimizer", outer) for outer in megatron_optimizers]
         tensors: list[torch.Tensor] = []
         for chunk in chunks:
             tensors += [*chunk.parameters(), *chunk.buffers()]
-        for torch_optimizer in torch_optimizers:
+        torch_optimizers = []
+        counters = [scheduler]
+        for megatron_optimizer in list_optimizers(optimizer):
+            torch_optimizer = getattr(megatron_optimizer, "optimizer", megatron_optimizer)
+            torch_optimizers.append(torch_optimizer)
             for group in torch_optimizer.param_groups:
                 tensors += group["params"]
+            loss_scaler = getattr(megatron_optimizer, "grad_scaler", None)
+            if loss_scaler is not None:
+                counters.append(loss_scaler)
         self._state = TrainingState(tensors, *torch_optimizers)
-        scalers = (getattr(outer, "grad_scaler", None) for outer in megatron_optimizers)
-        objects = (scheduler, *(scaler for scaler in scalers if scaler is not None))
-        self._attributes = [(counter, dict(vars(counter))) for counter in objects]
+        # Scheduler and loss scalers count iterations in their attributes.
+        self._attributes = [(counter, dict(vars(counter))) for counter in counters]
         self._rng_states = _get_rng_tracker().get_states()
 
     def restore(self) -> None:
@@ -170,11 +176,14 @@ def perturb_weights(parameters: ParameterMap, seed: str) -> None:
     The direction depends on `seed` and on the weight's position in the full parameter. So all ranks that hold a copy
     of a weight change it in the same way.
     """
-    perturb(
-        (f"{seed} {piece.placement.key} {piece.placement.global_offset}", piece.values)
-        for parameter in parameters.parameters
-        for piece in parameters.pieces(parameter, parameter.data)
-    )
+    perturb(_name_weights(parameters, seed))
+
+
+def _name_weights(parameters: ParameterMap, seed: str) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the values of each part of a weight, with a name that has the seed and the part's position."""
+    for parameter in parameters.parameters:
+        for piece in parameters.pieces(parameter, parameter.data):
+            yield f"{seed} {piece.placement.key} {piece.placement.global_offset}", piece.values
 
 
 def _get_rng_tracker() -> Any:

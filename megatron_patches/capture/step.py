@@ -153,11 +153,7 @@ class _Watch:
         self.chunks = [_unwrap_chunk(chunk) for chunk in model]
         self.names = gather_module_names(self.chunks)
         self.writer = CaptureWriter(self.folder)
-        forced = os.environ.get(variables.CAPTURE_FORCED)
-        forced_folder = Path(forced, self.folder.name) if forced else None
-        has_forced_tensors = forced_folder and (forced_folder / INDEX_FILE).is_file()
-        forced_tensors = StoredTensors(forced_folder) if has_forced_tensors else None  # type: ignore[arg-type]
-        self.recording = Recording(self.writer, forced_tensors)
+        self.recording = Recording(self.writer, _open_forced_tensors(self.folder.name))
         self.parameters = ParameterMap(self.chunks, self.names)
         self.start = InitialState(self.model, self.parameters)
         self.scales: tuple[float, ...] = ()
@@ -186,8 +182,8 @@ class _Watch:
         if _INITIAL:
             (self.folder / INITIAL_FILE).write_bytes(msgspec.json.encode(_INITIAL))
         if os.environ.get(variables.CAPTURE_PARTS):
+            slot = f"{GRADIENT_PART_PREFIX}the iteration before"
             for parameter in self.parameters.parameters:
-                slot = f"{GRADIENT_PART_PREFIX}the iteration before"
                 self._write_gradient(self.recording, slot, parameter)
             self.num_begun = 0
         snapshot = None
@@ -262,43 +258,27 @@ class _Watch:
         from megatron.core.optimizer import clip_grads
 
         probes = Probes(self.chunks, self.names, sink) if has_probes else None
-        norms: list[Any] = []
+        clipping_norms: list[Any] = []
         membership = NormMembership(self.parameters, self.optimizer)
-        before = self._copy_weights()
-        reduce = _ParamAndGradBucketGroup.start_grad_sync
+        weights_before = self._copy_weights()
         config = self.chunks[0].config
-        step, finalize = self.optimizer.step, config.finalize_model_grads_func
+        start_reduction = self._wrap_reduction(_ParamAndGradBucketGroup.start_grad_sync, sink)
+        finalize = self._wrap_finalization(config.finalize_model_grads_func, sink)
+        step = self._wrap_update(self.optimizer.step, sink, membership, clipping_norms)
 
         @wrap_original
         def clip_and_note(
             clip: Any, parameters: Any, max_norm: float, total_norm: Any, *args: Any, **kwargs: Any
         ) -> Any:
-            norms.append(total_norm)
+            clipping_norms.append(total_norm)
             return clip(parameters, max_norm, total_norm, *args, **kwargs)
 
-        @functools.wraps(finalize)
-        def write_counts_and_finalize(*args: Any, **kwargs: Any) -> Any:
-            self._write_counts(sink)
-            return finalize(*args, **kwargs)
-
-        def write_and_step(*args: Any, **kwargs: Any) -> Any:
-            self._write_parts()
-            self._write_reduced_gradients(sink)
-            step_result = step(*args, **kwargs)
-            _write_norms(sink, returned_norm=step_result[1], clipping_norms=norms)
-            for ranks, piece in membership.pieces():
-                module = NORM_RANKS_PREFIX + " ".join(map(str, ranks))
-                sink.write_piece(CaptureStage.NORM, module, piece)
-            return step_result
-
         with (
-            patch.object(
-                _ParamAndGradBucketGroup, "start_grad_sync", self._wrap_reduction(reduce, sink)
-            ),
+            patch.object(_ParamAndGradBucketGroup, "start_grad_sync", start_reduction),
             wrap_in_importers(clip_grads, "clip_grad_by_total_norm_fp32", clip_and_note),
             wrap_in_importers(clip_grads, "get_grad_norm_fp32", wrap_original(membership.note)),
-            patch.object(config, "finalize_model_grads_func", write_counts_and_finalize),
-            patch.object(self.optimizer, "step", write_and_step),
+            patch.object(config, "finalize_model_grads_func", finalize),
+            patch.object(self.optimizer, "step", step),
             capture_routing(self.chunks, self.names, sink),
         ):
             try:
@@ -309,8 +289,47 @@ class _Watch:
                 if probes:
                     probes.remove()
         gather_weights(self.model)
-        self._write_states(sink, before)
+        self._write_states(sink, weights_before)
         return result, membership.groups
+
+    def _wrap_finalization(self, original: Callable[..., Any], sink: Sink) -> Callable[..., Any]:
+        """Return a `finalize_model_grads_func` that first writes the counts of tokens per expert."""
+
+        @functools.wraps(original)
+        def write_counts_and_finalize(*args: Any, **kwargs: Any) -> Any:
+            self._write_counts(sink)
+            return original(*args, **kwargs)
+
+        return write_counts_and_finalize
+
+    def _wrap_update(
+        self,
+        original: Callable[..., Any],
+        sink: Sink,
+        membership: NormMembership,
+        clipping_norms: Sequence[Any],
+    ) -> Callable[..., Any]:
+        """Return an optimizer's `step` that writes the gradients before the update, and the norms after it.
+
+        Args:
+            original: The optimizer's own `step`.
+            sink: Receiver of gradients and norms.
+            membership: The elements that the step counts in norms.
+            clipping_norms: Norm of each call that clipped gradients, filled during the step.
+        """
+
+        def write_and_step(*args: Any, **kwargs: Any) -> Any:
+            self._write_parts()
+            self._write_reduced_gradients(sink)
+            step_result = original(*args, **kwargs)
+            _, returned_norm, *_ = step_result
+            _write_norms(sink, returned_norm, clipping_norms)
+            for ranks, piece in membership.pieces():
+                module = NORM_RANKS_PREFIX + " ".join(map(str, ranks))
+                sink.write_piece(CaptureStage.NORM, module, piece)
+            return step_result
+
+        return write_and_step
 
     def _write_reduced_gradients(self, sink: Sink) -> None:
         """Pass the gradients that the optimizer of this rank gets to a sink."""
@@ -332,28 +351,9 @@ class _Watch:
             sink.begin_micro_batch()
             self._write_parts()
             micro_batch = probes.begin_micro_batch(self.chunks.index(_unwrap_chunk(model)))
-            output, loss = forward_step(data, model, *args, **kwargs)
-
-            @functools.wraps(loss)
-            def compute_loss_and_report(*tensors: Any, **options: Any) -> Any:
-                result = loss(*tensors, **options)
-                # Three values are the loss, the number of tokens and what is logged; two lack the tokens.
-                reported = result[:2] if len(result) == 3 else result[:1]
-                for index, value in enumerate(reported):
-                    tensor_key = TensorKey(
-                        CaptureStage.LOSS, LOSS, "tokens" if index else "sum", micro_batch
-                    )
-                    sink.write(tensor_key, value.detach().clone())
-                return result
-
-            # The loss function is a partial with the loss mask as an argument.
-            loss_arguments = getattr(loss, "args", ())
-            masks = (value for value in loss_arguments if isinstance(value, torch.Tensor))
-            for index, mask in enumerate(masks):
-                sink.write(
-                    TensorKey(CaptureStage.INPUTS, MODEL, f"loss_mask.{index}", micro_batch), mask
-                )
-            return output, compute_loss_and_report
+            output, loss_function = forward_step(data, model, *args, **kwargs)
+            _write_loss_masks(sink, loss_function, micro_batch)
+            return output, _wrap_loss(sink, loss_function, micro_batch)
 
         return forward_and_report
 
@@ -387,14 +387,13 @@ class _Watch:
         """
         if self.num_begun is None:
             return
+        stage = CaptureStage.LOCAL_GRADIENTS
+        slot = f"{GRADIENT_PART_PREFIX}micro batch {self.num_begun - 1}"
         for parameter in self.parameters.parameters:
             gradient: torch.Tensor = parameter.main_grad  # type: ignore[attr-defined]
             before = self.last_gradients.get(id(parameter))
             if before is not None:
-                slot = f"{GRADIENT_PART_PREFIX}micro batch {self.num_begun - 1}"
-                self._write(
-                    self.recording, CaptureStage.LOCAL_GRADIENTS, slot, parameter, gradient - before
-                )
+                self._write(self.recording, stage, slot, parameter, gradient - before)
             self.last_gradients[id(parameter)] = gradient.detach().clone()
         self.num_begun += 1
 
@@ -426,21 +425,15 @@ class _Watch:
 
         `before` has the copies of `_copy_weights`.
         """
-        stage = CaptureStage.OPTIMIZER_STATE
         for parameter, part in self.parameters.parts(self.optimizer):
             for name, values in part.states.items():
-                if values.numel() > 1 or parameter.numel() == 1:
-                    self._write(sink, stage, name, parameter, values, part.start)
-                else:
-                    # A single number is the count of steps.
-                    tensor_key = TensorKey(stage, self.parameters.name(parameter), name)
-                    sink.write(tensor_key, fp64_scalar(values))
+                self._write_state(sink, name, parameter, values, part.start)
                 old_values = before.get((id(parameter), name))
                 if old_values is not None:
                     update = values.detach().float() - old_values.float()
-                    self._write(
-                        sink, stage, f"{name} {UPDATE_SUFFIX}", parameter, update, part.start
-                    )
+                    slot = f"{name} {UPDATE_SUFFIX}"
+                    stage = CaptureStage.OPTIMIZER_STATE
+                    self._write(sink, stage, slot, parameter, update, part.start)
         for parameter in self.parameters.parameters:
             update = parameter.detach().float() - before[id(parameter), "weight"].float()
             self._write(sink, CaptureStage.WEIGHTS, UPDATE_SUFFIX, parameter, update)
@@ -448,20 +441,38 @@ class _Watch:
         for buffer in self.parameters.buffers:
             self._write(sink, CaptureStage.WEIGHTS, BUFFER, buffer, buffer)
 
+    def _write_state(
+        self,
+        sink: Sink,
+        name: str,
+        parameter: torch.Tensor,
+        values: torch.Tensor,
+        start: int | None,
+    ) -> None:
+        """Write one optimizer state of a parameter; `start` is that of `_write`."""
+        stage = CaptureStage.OPTIMIZER_STATE
+        # A single number for many elements is the count of steps.
+        is_step_count = values.numel() <= 1 and parameter.numel() != 1
+        if is_step_count:
+            tensor_key = TensorKey(stage, self.parameters.name(parameter), name)
+            sink.write(tensor_key, fp64_scalar(values))
+        else:
+            self._write(sink, stage, name, parameter, values, start)
+
     def _write_schedule(self) -> None:
         """Write the scheduler's number of steps, and each parameter's learning rate and weight decay.
 
         The values must be equal on every rank, and a resumed run must have the same values as an
         uninterrupted run.
         """
-        steps = TensorKey(CaptureStage.OPTIMIZER_STATE, SCHEDULE, "steps")
-        self.recording.write(steps, torch.tensor([self.scheduler.num_steps]))
+        stage = CaptureStage.OPTIMIZER_STATE
+        steps = torch.tensor([self.scheduler.num_steps])
+        self.recording.write(TensorKey(stage, SCHEDULE, "steps"), steps)
         for parameter, part in self.parameters.parts(self.optimizer):
-            for key, slot in _RATES.items():
-                tensor_key = TensorKey(
-                    CaptureStage.OPTIMIZER_STATE, self.parameters.name(parameter), slot
-                )
-                self.recording.write(tensor_key, fp64_scalar(float(part.group[key])))
+            name = self.parameters.name(parameter)
+            for group_key, slot in _RATES.items():
+                rate = fp64_scalar(float(part.group[group_key]))
+                self.recording.write(TensorKey(stage, name, slot), rate)
 
     def _measure_states(self) -> Iterator[tuple[TensorKey, float]]:
         """Yield the norm of each optimizer state before the captured update, with the key of its tensor.
@@ -500,11 +511,56 @@ def wrap_in_importers(
     package = owner.__name__.rpartition(".")[0]
     with ExitStack() as replacements:
         for module_name, module in tuple(sys.modules.items()):
-            is_beside = module_name.rpartition(".")[0] == package and module is not owner
-            if is_beside and callable(getattr(module, name, None)):
-                wrapped = make(getattr(module, name))
-                replacements.enter_context(patch.object(module, name, wrapped))
+            is_in_package = module_name.rpartition(".")[0] == package
+            if not is_in_package or module is owner:
+                continue
+            function = getattr(module, name, None)
+            if callable(function):
+                replacements.enter_context(patch.object(module, name, make(function)))
         yield
+
+
+def _open_forced_tensors(rank_folder: str) -> StoredTensors | None:
+    """Return the tensors of another run on which this run computes; None if this rank gets none.
+
+    The folder of the other run's capture is in the environment variable `variables.CAPTURE_FORCED`, and
+    `rank_folder` is the name of this rank's folder in it.
+    """
+    capture_folder = os.environ.get(variables.CAPTURE_FORCED)
+    if not capture_folder:
+        return None
+    folder = Path(capture_folder, rank_folder)
+    return StoredTensors(folder) if (folder / INDEX_FILE).is_file() else None
+
+
+def _write_loss_masks(sink: Sink, loss_function: Any, micro_batch: int) -> None:
+    """Write the loss masks of a micro batch, which are bound as arguments to its loss function."""
+    # The loss function is a partial. A loss function of another kind has no bound arguments.
+    bound_arguments = getattr(loss_function, "args", ())
+    masks = [argument for argument in bound_arguments if isinstance(argument, torch.Tensor)]
+    for index, mask in enumerate(masks):
+        tensor_key = TensorKey(CaptureStage.INPUTS, MODEL, f"loss_mask.{index}", micro_batch)
+        sink.write(tensor_key, mask)
+
+
+def _wrap_loss(
+    sink: Sink, loss_function: Callable[..., Any], micro_batch: int
+) -> Callable[..., Any]:
+    """Return a loss function that also writes the loss of its micro batch, and the number of tokens if it has one."""
+
+    @functools.wraps(loss_function)
+    def compute_loss_and_report(*tensors: Any, **options: Any) -> Any:
+        result = loss_function(*tensors, **options)
+        # Three values are the loss, the number of tokens and what is logged; two lack the tokens.
+        reported = {"sum": result[0]}
+        if len(result) == 3:
+            reported["tokens"] = result[1]
+        for slot, value in reported.items():
+            tensor_key = TensorKey(CaptureStage.LOSS, LOSS, slot, micro_batch)
+            sink.write(tensor_key, value.detach().clone())
+        return result
+
+    return compute_loss_and_report
 
 
 def _write_norms(sink: Sink, returned_norm: Any, clipping_norms: Sequence[Any]) -> None:

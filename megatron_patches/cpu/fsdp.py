@@ -49,8 +49,10 @@ def _list_mesh_names(_: Callable[..., list[str]], device_mesh: Any = None) -> li
     """Return the names of the mesh's dimensions and of its flattened meshes; none for None."""
     if device_mesh is None:
         return []
-    flattened = device_mesh._get_root_mesh()._flatten_mapping
-    return list(dict.fromkeys((*(device_mesh.mesh_dim_names or ()), *flattened)))
+    dimensions = device_mesh.mesh_dim_names or ()
+    flattened_meshes = device_mesh._get_root_mesh()._flatten_mapping
+    # A dictionary keeps each name once, in the order in which it came.
+    return list(dict.fromkeys((*dimensions, *flattened_meshes)))
 
 
 def _has_child_meshes() -> bool:

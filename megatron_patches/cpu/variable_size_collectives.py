@@ -38,7 +38,9 @@ def gather_parts(part: torch.Tensor, group: ProcessGroup, rows: Sequence[int]) -
     """
     ranks, local_rows = len(rows), part.shape[0]
     full = part.new_empty((sum(rows), *part.shape[1:]))
-    copies = part.repeat(ranks, *(1 for _ in part.shape[1:]))
+    # One copy of the part per rank, one below the other, because every rank gets all of it.
+    num_other_dimensions = part.dim() - 1
+    copies = part.repeat(ranks, *[1] * num_other_dimensions)
     distributed.all_to_all_single(full, copies, list(rows), [local_rows] * ranks, group=group)
     return full
 

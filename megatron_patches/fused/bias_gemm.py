@@ -43,10 +43,14 @@ class BiasInProduct(TorchFunctionMode):
             rows, columns = args
             product = torch.addmm(self._bias, rows.flatten(0, -2), columns)
             return product.view(*rows.shape[:-1], columns.size(-1))
-        if self._is_added and func.__name__ in _SUMS and args[1:2] and args[1] is self._bias:
+        if self._is_added and self._is_sum_with_bias(func, args):
             self.has_skipped_sum = True
             return args[0]
         return func(*args, **(kwargs or {}))
+
+    def _is_sum_with_bias(self, func: Any, args: tuple[Any, ...]) -> bool:
+        """Return True if a call adds the bias to another tensor."""
+        return func.__name__ in _SUMS and len(args) > 1 and args[1] is self._bias
 
     def check(self) -> None:
         """Raise an error if the layer added its bias in another way, and so a second time.

@@ -62,12 +62,17 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         `group` is the tensor-parallel group; None is a single rank.
         """
         flat, local = logits.view(-1, logits.size(-1)), target.reshape(-1)
-        if group is not None and group.size() > 1:
+        is_split = group is not None and group.size() > 1
+        if is_split:
             local = local - group.rank() * flat.size(-1)
         statistics = compile_once(token_statistics)
-        chunks = [statistics(*tensors) for tensors in _split_into_chunks(flat, local)]
-        lse, target_logits = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-        if group is not None and group.size() > 1:
+        lse_chunks, target_chunks = [], []
+        for tensors in _split_into_chunks(flat, local):
+            chunk_lse, chunk_target_logits = statistics(*tensors)
+            lse_chunks.append(chunk_lse)
+            target_chunks.append(chunk_target_logits)
+        lse, target_logits = torch.cat(lse_chunks), torch.cat(target_chunks)
+        if is_split:
             lse, target_logits = _combine_over_ranks(lse, target_logits, group)
         ctx.save_for_backward(logits, local, lse)
         return (lse - target_logits).view(target.shape)
@@ -91,7 +96,8 @@ def _widen(logits: Tensor) -> Tensor:
 
 def _split_into_chunks(*tensors: Tensor) -> list[tuple[Tensor, ...]]:
     """Return the tensors' views of `CHUNK_TOKENS` rows each, one tuple per chunk."""
-    return list(zip(*(torch.split(tensor, CHUNK_TOKENS) for tensor in tensors), strict=True))
+    chunks_by_tensor = [torch.split(tensor, CHUNK_TOKENS) for tensor in tensors]
+    return list(zip(*chunks_by_tensor, strict=True))
 
 
 def _combine_over_ranks(lse: Tensor, target_logits: Tensor, group: Any) -> tuple[Tensor, Tensor]:

@@ -31,9 +31,12 @@ def scale(_: int, __: Any, lists: Lists, factor: float | Tensor) -> None:
     It has the signature of Apex's `multi_tensor_scale`; the first two arguments are ignored.
     """
     sources, targets = lists
-    if any(source is not target for source, target in zip(sources, targets, strict=True)):
+    is_in_place = all(source is target for source, target in zip(sources, targets, strict=True))
+    if not is_in_place:
         copy_all(sources, targets)
-    torch._foreach_mul_(targets, factor.view(()) if isinstance(factor, Tensor) else factor)  # type: ignore[call-overload]
+    if isinstance(factor, Tensor):
+        factor = factor.view(())
+    torch._foreach_mul_(targets, factor)  # type: ignore[call-overload]
 
 
 def copy_all(this: Sequence[Tensor], that: Sequence[Tensor], overflow_buf: Any = None) -> None:  # noqa: ARG001 - Megatron's signature
@@ -52,16 +55,15 @@ def wide_gradients(gradients: Sequence[Tensor]) -> list[Tensor]:
         return list(gradients)
     sizes = [gradient.numel() for gradient in narrow]
     buffer = torch.empty(sum(sizes), dtype=torch.float32, device=narrow[0].device)
-    wide = [
-        part.view(gradient.shape)
-        for part, gradient in zip(torch.split(buffer, sizes), narrow, strict=True)
-    ]
-    copy_all(narrow, wide)
-    remaining_wide = iter(wide)
-    return [
-        gradient if gradient.dtype == torch.float32 else next(remaining_wide)
-        for gradient in gradients
-    ]
+    parts = torch.split(buffer, sizes)
+    copies = [part.view(gradient.shape) for part, gradient in zip(parts, narrow, strict=True)]
+    copy_all(narrow, copies)
+    # The copies have the order of the gradients that they replace.
+    remaining_copies = iter(copies)
+    wide = []
+    for gradient in gradients:
+        wide.append(gradient if gradient.dtype == torch.float32 else next(remaining_copies))
+    return wide
 
 
 @wrap_original
@@ -70,16 +72,16 @@ def _copy_gradients_at_once(original: Callable[..., None], self: Any) -> None:
 
     If a parameter has no `main_grad`, Megatron's own method is called.
     """
-    pairs = [
-        pair
-        for groups in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True)
-        for pair in zip(*groups, strict=True)
-    ]
-    if any(getattr(model, "main_grad", None) is None for model, _ in pairs):
+    parameters: list[Any] = []
+    masters: list[Any] = []
+    for group, master_group in zip(self.float16_groups, self.fp32_from_float16_groups, strict=True):
+        parameters += group
+        masters += master_group
+    if any(getattr(parameter, "main_grad", None) is None for parameter in parameters):
         return original(self)
-    wide = wide_gradients([model.main_grad for model, _ in pairs])
-    for (model, main), gradient in zip(pairs, wide, strict=True):
-        main.grad, model.grad = gradient, None
+    gradients = wide_gradients([parameter.main_grad for parameter in parameters])
+    for parameter, master, gradient in zip(parameters, masters, gradients, strict=True):
+        master.grad, parameter.grad = gradient, None
     for group in self.fp32_from_fp32_groups:
         for parameter in group:
             parameter.grad = parameter.main_grad

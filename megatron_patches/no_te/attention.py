@@ -68,7 +68,9 @@ def attend(
     if mask is not None and query.size(2) != key.size(2):
         # The kernels that take a mask cannot share a key between heads, so keys and values are repeated.
         queries_per_key = query.size(2) // key.size(2)
-        key, value = (tensor.repeat_interleave(queries_per_key, 2) for tensor in (key, value))
+        key = key.repeat_interleave(queries_per_key, 2)
+        value = value.repeat_interleave(queries_per_key, 2)
+    # SDPA takes and returns [b, heads, s, width].
     out = torch.nn.functional.scaled_dot_product_attention(
         query.permute(1, 2, 0, 3),
         key.permute(1, 2, 0, 3),
@@ -117,8 +119,10 @@ def has_bias_or_packing(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
     `args` and `kwargs` are the arguments of `forward` after query, key and value.
     """
-    by_name = (kwargs.get(name) for name in ("attention_bias", "packed_seq_params"))
-    return any(value is not None for value in (*args[2:], *by_name))
+    # The first two are the mask and its type.
+    positional = args[2:]
+    by_name = (kwargs.get("attention_bias"), kwargs.get("packed_seq_params"))
+    return any(value is not None for value in (*positional, *by_name))
 
 
 @wrap_original
@@ -190,7 +194,8 @@ def hidden_keys(rank: int, ranks: int, local_length: int) -> Tensor:
     """
     queries = rank_positions(rank, ranks, local_length)
     keys = torch.arange(local_length * ranks)
-    return (queries[:, None] < keys[None, :])[None, None]
+    is_later_key = queries[:, None] < keys[None, :]
+    return is_later_key[None, None]
 
 
 def _attend_gathered(
@@ -203,10 +208,10 @@ def _attend_gathered(
 ) -> Tensor:
     """Return the attention of this rank's queries to the keys and values of all ranks in its group.
 
-    On a CPU Megatron's own `forward` (`original`) computes it. With SDPA, context parallelism would round
-    differently from all other strategies. SDPA subtracts dO·O from each row of the softmax's gradient. The
-    explicit softmax subtracts the sum of its own products. If that row sum is much larger than the remaining
-    differences, SDPA's dQ has ten times the rounding error.
+    On GPUs SDPA computes the attention. On a CPU Megatron's own `forward` (`original`) computes it, with
+    explicit scores as for all other strategies, because SDPA rounds differently. In the softmax's gradient
+    SDPA subtracts dO·O from each row, and the explicit softmax subtracts the sum of its own products. If that
+    row sum is much larger than the remaining differences, SDPA's dQ has ten times the rounding error.
 
     `hidden` is Megatron's mask as in `gathered_mask`.
     """
@@ -216,15 +221,17 @@ def _attend_gathered(
     group = parallel_state.get_context_parallel_group()
     rank, ranks, local_length = group.rank(), group.size(), query.size(0)
     # This function gathers along the sequence; its backward is the reduce-scatter of dK and dV.
-    gather = functools.partial(gather_from_sequence_parallel_region, group=group)
-    key, value = gather(key), gather(value)
+    all_keys = gather_from_sequence_parallel_region(key, group=group)
+    all_values = gather_from_sequence_parallel_region(value, group=group)
     if query.is_cuda:
         mask = gathered_mask(hidden, rank, ranks, local_length).to(query.device)
-        return _attend_with_settings(attention, query, key, value, mask)
-    # Keys and values in the order of the sequence give each row the sums that one rank computes.
+        return _attend_with_settings(attention, query, all_keys, all_values, mask)
+    if hidden is None:
+        hidden = hidden_keys(rank, ranks, local_length)
+    # The ranks' keys come one rank after the other. In the order of the sequence, each row gets the sums
+    # that a single rank computes.
     order = gathered_positions(ranks, local_length).argsort()
-    mask = hidden_keys(rank, ranks, local_length) if hidden is None else hidden
-    return original(attention, query, key[order], value[order], mask)
+    return original(attention, query, all_keys[order], all_values[order], hidden)
 
 
 def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
@@ -244,10 +251,11 @@ def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     # Later pipeline stages get no mask, so they could not end attention at documents.
     lacks_mask = ends_at_documents and hidden is None
     if not _is_causal(attention) or lacks_mask or has_bias_or_packing(args, kwargs):
+        softmax = getattr(attention.config, "softmax_type", "vanilla")
         raise NotImplementedError(
             f"Context parallelism without Transformer Engine knows plain causal attention, not "
             f"{attention.attn_mask_type} with window {attention.config.window_size} and softmax "
-            f"'{getattr(attention.config, 'softmax_type', 'vanilla')}', no bias, no packed sequences, "
+            f"'{softmax}', no bias, no packed sequences, "
             "and --reset-attention-mask only where a mask is given."
         )
     return hidden if ends_at_documents else None

@@ -94,3 +94,21 @@ def test_capture_refuses_groups_that_do_not_cover_all_ranks(
     steps = capture(model, torch.optim.SGD(model.parameters()), "nowhere")
     with pytest.raises(ValueError, match="2 ranks are not 1 data-parallel ones times 1 tensor-"):
         next(steps)
+
+
+def test_capture_of_a_model_without_tensor_arguments_says_what_it_needs(tmp_path: Path) -> None:
+    class Constant(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(1))
+
+        def forward(self, length: int) -> torch.Tensor:
+            return self.weight.expand(length)
+
+    model = Constant()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    message = r"called without a tensor; pass its inputs as arguments"
+    steps = capture(model, optimizer, tmp_path)
+    next(steps)
+    with pytest.raises(ValueError, match=message):
+        model(3)

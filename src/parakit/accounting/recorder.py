@@ -92,22 +92,28 @@ class Recorder:
         """
         if self._folder is None:
             return
-        if not self._iteration:
+        is_first = self._iteration == 0
+        if is_first:
             self.timeline.use_clock(clock_for_model(models[0]))
         phase_ns = self.timeline.take_phase_nanoseconds()
-        if self._iteration:
+        if not is_first:
             self._close_iteration(phase_ns)
         self._communication.drop_calls()
         self._processor_start = time.thread_time()
         self._iteration += 1
-        is_skipped = self._alternates and self._iteration % 2 == 1
-        self._watcher.active = not is_skipped
-        self.timeline.set_active(self._watcher.active)
-        if self._iteration == TRACED_ITERATION:
-            self.timeline.start_keeping_spans()
+        self._activate()
         self._measures_memory = self._must_measure_memory(optimizer)
         if self._measures_memory:
             self.memory.start(self._rank, self._iteration, models, optimizer)
+
+    def _activate(self) -> None:
+        """Switch the counting of calls and spans on for the iteration that begins, or off if it is not counted."""
+        # With alternation, the odd iterations run uncounted and show what counting costs.
+        is_counted = not (self._alternates and self._iteration % 2 == 1)
+        self._watcher.active = is_counted
+        self.timeline.set_active(is_counted)
+        if self._iteration == TRACED_ITERATION:
+            self.timeline.start_keeping_spans()
 
     def _close_iteration(self, phase_ns: dict[Phase, int]) -> None:
         """Add the present iteration to the measurements, and write the record every WRITE_EVERY iterations."""
@@ -153,14 +159,16 @@ class Recorder:
             self._processor.append(time.thread_time() - self._processor_start)
 
     def _must_measure_memory(self, optimizer: Any) -> bool:
-        """Return True for MEMORY_ITERATION, and for the first iteration with optimizer state after it."""
-        if self._iteration == MEMORY_ITERATION:
-            self._awaits_optimizer_state = not has_optimizer_state(optimizer)
-            return True
-        if self._awaits_optimizer_state and has_optimizer_state(optimizer):
-            self._awaits_optimizer_state = False
-            return True
-        return False
+        """Return True for MEMORY_ITERATION, and for the first iteration with optimizer state after it.
+
+        Call this once per iteration: it notes whether a later iteration must be measured.
+        """
+        is_memory_iteration = self._iteration == MEMORY_ITERATION
+        if not is_memory_iteration and not self._awaits_optimizer_state:
+            return False
+        has_state = has_optimizer_state(optimizer)
+        self._awaits_optimizer_state = not has_state
+        return is_memory_iteration or has_state
 
     def _write(self) -> None:
         """Write the rank's record so far to the folder, which is made if it does not exist."""

@@ -112,14 +112,14 @@ def capture(
         )
     rank = dist.get_rank() if world_size > 1 else 0
     rank_folder = Path(folder) / f"rank-{rank}"
-    held = (*model.parameters(), *model.buffers())
-    state_before = TrainingState(held, optimizer)
+    model_tensors = (*model.parameters(), *model.buffers())
+    state_before = TrainingState(model_tensors, optimizer)
     with CaptureWriter(rank_folder) as writer:
         step = _Step(model, optimizer, Recording(writer))
         with step:
             yield
         writer.flush()
-        state_after = TrainingState(held, optimizer)
+        state_after = TrainingState(model_tensors, optimizer)
         probe = RoundingProbe(StoredTensors(rank_folder, writer.records))
         for seed in range(seeds):
             state_before.restore()
@@ -130,17 +130,16 @@ def capture(
                 yield
         state_after.restore()
         (rank_folder / RESPONSES_FILE).write_text(json.dumps(probe.responses))
-        writer.close(
-            _describe_rank(
-                model,
-                step,
-                rank=rank,
-                world_size=world_size,
-                iteration=iteration,
-                data=data_position,
-                tensor=tensor_position,
-            )
+        description = _describe_rank(
+            model,
+            step,
+            rank=rank,
+            world_size=world_size,
+            iteration=iteration,
+            data=data_position,
+            tensor=tensor_position,
         )
+        writer.close(description)
 
 
 def _find_position(group: dist.ProcessGroup | None) -> _GroupPosition:
@@ -247,22 +246,29 @@ class _Step:
 
         The micro batch size and the sequence length are read from the first two dimensions of the model's first
         tensor argument.
+
+        Raises:
+            ValueError: No argument of the model is a tensor.
         """
         self.micro_batch += 1
         self._calls.clear()
         self.sink.begin_micro_batch()
-        arguments = (*args, *kwargs.values())
-        first_tensor = next(argument for argument in arguments if isinstance(argument, Tensor))
-        self.micro_batch_size, self.sequence_length = first_tensor.shape[:2]
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if not tensors:
+            raise ValueError(
+                "The captured model was called without a tensor; pass its inputs as arguments, the first of "
+                "them [batch, sequence] or [batch, sequence, hidden]."
+            )
+        self.micro_batch_size, self.sequence_length = tensors[0].shape[:2]
 
     def _after_forward(self, name: str, _: nn.Module, __: tuple[Any, ...], output: Any) -> Any:
         """Pass the output of a module to the sink, and return the output with which the caller goes on."""
-        tapped_output: Any
         if isinstance(output, tuple | list):
-            tapped_output = type(output)(
+            tapped_values = (
                 self._tap(CaptureStage.OUTPUTS, name, f"output.{index}", value)
                 for index, value in enumerate(output)
             )
+            tapped_output = type(output)(tapped_values)
         else:
             tapped_output = self._tap(CaptureStage.OUTPUTS, name, "output", output)
         self._calls[name] += 1
@@ -292,27 +298,33 @@ class _Step:
 
     def _after_update(self, *_: object) -> None:
         """Pass the optimizer states, the weights, and the change of each weight by the update to the sink."""
-        states_by_parameter = self.optimizer.state
-        slots = dict.fromkeys(slot for state in states_by_parameter.values() for slot in state)
+        # A dictionary keeps each name once, in the order in which the optimizer made the states.
+        slots: dict[str, None] = {}
+        for state in self.optimizer.state.values():
+            slots |= dict.fromkeys(state)
         for slot in slots:
-            values_by_parameter = {
-                parameter: state[slot]
-                for parameter, state in states_by_parameter.items()
-                if isinstance(state.get(slot), Tensor)
-            }
-            for piece in self.pieces(values_by_parameter.get):
-                # A scalar state is the number of steps.
-                if piece.values.ndim == 0:
-                    tensor_key = TensorKey(CaptureStage.OPTIMIZER_STATE, piece.name, slot)
-                    self.sink.write(tensor_key, fp64_scalar(piece.values))
-                else:
-                    self.sink.write_piece(CaptureStage.OPTIMIZER_STATE, slot, piece)
+            self._write_states(slot)
         for weight in self.pieces(_get_weight):
             change = weight.values - self._weights_before_update[weight.name]
             self.sink.write_piece(
                 CaptureStage.WEIGHTS, UPDATE_SUFFIX, replace(weight, values=change)
             )
             self.sink.write_piece(CaptureStage.WEIGHTS, "weight", weight)
+
+    def _write_states(self, slot: str) -> None:
+        """Pass the optimizer states of one name to the sink; parameters without such a tensor are left out."""
+        values_by_parameter: dict[Tensor, Tensor] = {}
+        for parameter, state in self.optimizer.state.items():
+            values = state.get(slot)
+            if isinstance(values, Tensor):
+                values_by_parameter[parameter] = values
+        for piece in self.pieces(values_by_parameter.get):
+            # A scalar state is the number of steps.
+            if piece.values.ndim == 0:
+                tensor_key = TensorKey(CaptureStage.OPTIMIZER_STATE, piece.name, slot)
+                self.sink.write(tensor_key, fp64_scalar(piece.values))
+            else:
+                self.sink.write_piece(CaptureStage.OPTIMIZER_STATE, slot, piece)
 
     def pieces(self, get_values: Callable[[nn.Parameter], Tensor | None]) -> Iterator[Piece]:
         """Yield this rank's part of one tensor per parameter, such as the gradient of each parameter.
@@ -356,8 +368,11 @@ def _strip_wrappers(name: str) -> str:
 
 def _gather_full_tensor(value: Tensor) -> Tensor:
     """Return the full tensor of a DTensor, and wait for the collective that a tensor comes from."""
-    full_tensor = value.full_tensor() if isinstance(value, DTensor) else value
-    return full_tensor.wait() if isinstance(full_tensor, AsyncCollectiveTensor) else full_tensor
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if isinstance(value, AsyncCollectiveTensor):
+        value = value.wait()
+    return value
 
 
 def _get_weight(parameter: nn.Parameter) -> Tensor:

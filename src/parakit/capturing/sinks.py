@@ -51,6 +51,15 @@ class Piece:
     values: torch.Tensor
 
 
+@dataclass(frozen=True)
+class _KnownTensor:
+    """A tensor that was noted, the sum of its elements at that time, and the value that was noted for it."""
+
+    tensor: torch.Tensor
+    sum_of_elements: float
+    value: Any
+
+
 class KnownTensors:
     """A table of the tensors of one micro batch's forward pass, in which the caller notes a value per tensor.
 
@@ -59,18 +68,19 @@ class KnownTensors:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, int, int, torch.dtype], tuple[torch.Tensor, float, Any]] = {}
+        self._entries: dict[tuple[int, int, int, torch.dtype], _KnownTensor] = {}
 
     def find(self, tensor: torch.Tensor) -> Any:
         """Return the value noted for the tensor, or None if the tensor is new or has changed."""
-        entry = self._entries.get(self._key(tensor))
-        if entry is None or not tensor.is_contiguous():
+        known = self._entries.get(self._key(tensor))
+        if known is None or not tensor.is_contiguous():
             return None
-        known_tensor, known_total, value = entry
         # Megatron may have freed the known tensor's storage, which then belongs to another tensor. Or
         # Megatron may have written to the storage through a view that does not raise the version.
-        has_same_memory = known_tensor.data_ptr() == tensor.data_ptr()
-        return value if has_same_memory and known_total == _sum_of_elements(tensor) else None
+        has_same_memory = known.tensor.data_ptr() == tensor.data_ptr()
+        if has_same_memory and known.sum_of_elements == _sum_of_elements(tensor):
+            return known.value
+        return None
 
     def note(self, tensor: torch.Tensor, value: Any) -> None:
         """Note a value for a tensor; a tensor that is not contiguous is ignored.
@@ -78,7 +88,8 @@ class KnownTensors:
         The tensor is kept alive until `clear`, so that no other tensor gets its memory.
         """
         if tensor.is_contiguous():
-            self._entries[self._key(tensor)] = (tensor, _sum_of_elements(tensor), value)
+            known = _KnownTensor(tensor, _sum_of_elements(tensor), value)
+            self._entries[self._key(tensor)] = known
 
     def clear(self) -> None:
         """Forget all tensors, and let go of their memory."""
@@ -96,12 +107,10 @@ def _sum_of_elements(tensor: torch.Tensor) -> float:
 
 
 def _split_flat(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Return the flattened tensor in chunks of at most STRETCH elements, which fit into the cache."""
+    """Return the flattened tensor in chunks of at most ELEMENTS_PER_CHUNK elements, which fit into the cache."""
     flat = tensor.reshape(-1)
-    return [
-        flat[begin : begin + ELEMENTS_PER_CHUNK]
-        for begin in range(0, flat.numel(), ELEMENTS_PER_CHUNK)
-    ]
+    begins = range(0, flat.numel(), ELEMENTS_PER_CHUNK)
+    return [flat[begin : begin + ELEMENTS_PER_CHUNK] for begin in begins]
 
 
 class StoredTensors:
@@ -159,14 +168,12 @@ class Recording:
             self._writer.add_same(tensor_key, known, tuple(tensor.shape))
         else:
             self._known.note(tensor, self.write(tensor_key, tensor))
-        return self._find_replacement(tensor_key, tensor) if _is_module_input(tensor_key) else None
+        return self._find_input(tensor_key, tensor)
 
     def backward(self, tensor_key: TensorKey, gradient: torch.Tensor) -> torch.Tensor | None:
         """Write the gradient of an activation; return its replacement, or None if there is none."""
         self.write(tensor_key, gradient)
-        return (
-            self._find_replacement(tensor_key, gradient) if _is_module_input(tensor_key) else None
-        )
+        return self._find_input(tensor_key, gradient)
 
     def write(
         self, tensor_key: TensorKey, tensor: torch.Tensor, placement: Placement | None = None
@@ -184,6 +191,10 @@ class Recording:
     def write_piece(self, stage: CaptureStage, slot: str, piece: Piece) -> None:
         """Write this rank's part of a parameter, or of a tensor with the parameter's shape."""
         self.write(TensorKey(stage, piece.name, slot), piece.values, piece.placement)
+
+    def _find_input(self, tensor_key: TensorKey, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the forced tensor for an input of a module; None for other tensors, or if none is forced."""
+        return self._find_replacement(tensor_key, tensor) if _is_module_input(tensor_key) else None
 
     def _find_replacement(self, tensor_key: TensorKey, like: torch.Tensor) -> torch.Tensor | None:
         """Return a copy of the forced tensor with the device and dtype of `like`.
@@ -266,20 +277,23 @@ class RoundingProbe:
         the written tensor is finite is ignored too: in fp16 the changed weights may overflow, which says
         nothing about rounding.
         """
-        before = self._stored.get(tensor_key) if tensor.is_floating_point() else None
+        if not tensor.is_floating_point():
+            return
+        before = self._stored.get(tensor_key)
         if before is None or before.shape != tensor.shape:
             return
         before_norms, change_norms = [], []
-        chunks = zip(_split_flat(before), _split_flat(tensor.detach().cpu()), strict=True)
-        for before_chunk, now_chunk in chunks:
-            if (now_chunk.isfinite() < before_chunk.isfinite()).any():
+        chunks_before, chunks_now = _split_flat(before), _split_flat(tensor.detach().cpu())
+        for chunk_before, chunk_now in zip(chunks_before, chunks_now, strict=True):
+            has_overflowed = chunk_before.isfinite() & ~chunk_now.isfinite()
+            if has_overflowed.any():
                 return
-            change = _fp64_without_nan(now_chunk) - _fp64_without_nan(before_chunk)
-            before_norms.append(norm_without_nan(before_chunk))
+            change = _fp64_without_nan(chunk_now) - _fp64_without_nan(chunk_before)
+            before_norms.append(norm_without_nan(chunk_before))
             change_norms.append(norm_without_nan(change))
-        size = math.hypot(*before_norms)
-        if size > 0:
-            self._keep_largest(tensor_key, math.hypot(*change_norms) / size)
+        norm_before = math.hypot(*before_norms)
+        if norm_before > 0:
+            self._keep_largest(tensor_key, math.hypot(*change_norms) / norm_before)
 
     def write_piece(self, stage: CaptureStage, slot: str, piece: Piece) -> None:
         """Compare this rank's part of a parameter, or of a tensor with the parameter's shape.
@@ -294,17 +308,17 @@ class RoundingProbe:
             return
         rows_before = _to_rows(stored_average)
         change_norms = (_to_rows(piece.values) - rows_before).norm(dim=1)
-        norms = rows_before.norm(dim=1)
-        is_nonzero = norms > 0
-        if is_nonzero.any():
-            largest_change = float((change_norms / norms)[is_nonzero].max())
-            self._keep_largest(
-                TensorKey(CaptureStage.WEIGHTS, piece.name, UPDATE_SUFFIX), largest_change
-            )
-            master_copy = TensorKey(
-                CaptureStage.OPTIMIZER_STATE, piece.name, f"param {UPDATE_SUFFIX}"
-            )
-            self._keep_largest(master_copy, largest_change)
+        norms_before = rows_before.norm(dim=1)
+        is_nonzero = norms_before > 0
+        if not is_nonzero.any():
+            return
+        largest_change = float((change_norms / norms_before)[is_nonzero].max())
+        update = TensorKey(CaptureStage.WEIGHTS, piece.name, UPDATE_SUFFIX)
+        master_update = TensorKey(
+            CaptureStage.OPTIMIZER_STATE, piece.name, f"param {UPDATE_SUFFIX}"
+        )
+        self._keep_largest(update, largest_change)
+        self._keep_largest(master_update, largest_change)
 
     def choose(self, tensor_key: TensorKey, chosen: torch.Tensor) -> torch.Tensor | None:  # noqa: ARG002
         """Return the experts that the router chose in the written iteration, or None if not written.
@@ -355,9 +369,9 @@ def _is_module_input(tensor_key: TensorKey) -> bool:
     """
     if tensor_key.stage is CaptureStage.OUTPUTS:
         return "input." in tensor_key.slot
-    return tensor_key.stage is CaptureStage.ACTIVATION_GRADIENTS and tensor_key.slot.startswith(
-        "output"
-    )
+    if tensor_key.stage is CaptureStage.ACTIVATION_GRADIENTS:
+        return tensor_key.slot.startswith("output")
+    return False
 
 
 def _fp64_without_nan(values: torch.Tensor) -> torch.Tensor:
@@ -378,7 +392,9 @@ def fp64_scalar(value: float | torch.Tensor) -> torch.Tensor:
 def _to_rows(values: torch.Tensor) -> torch.Tensor:
     """Return the values as an fp64 matrix [rows, columns] on the CPU; a vector becomes one row."""
     matrix = _fp64_without_nan(values.detach().cpu())
-    return matrix.reshape(-1, matrix.shape[-1]) if matrix.ndim > 1 else matrix.reshape(1, -1)
+    if matrix.ndim <= 1:
+        return matrix.reshape(1, -1)
+    return matrix.reshape(-1, matrix.shape[-1])
 
 
 def update_magnitude(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
@@ -428,19 +444,20 @@ def tap(
         form: Function that brings activation and gradient into the form in which they are compared.
         value: Tensor that the sink receives instead of `tensor`.
     """
-    seen = form(tensor.detach() if value is None else value)
+    received = form(tensor.detach() if value is None else value)
     replacement = None
-    for tensor_key, _ in tensor_keys:
-        replacement = sink.forward(tensor_key, seen)
-    if not (tensor.requires_grad and torch.is_grad_enabled()):
+    for activation_key, _ in tensor_keys:
+        replacement = sink.forward(activation_key, received)
+    is_recorded = tensor.requires_grad and torch.is_grad_enabled()
+    if not is_recorded:
         return tensor if replacement is None else replacement
 
     def pass_gradient(gradient: torch.Tensor) -> torch.Tensor | None:
         """Pass the gradient to the sink, last tensor key first; return its replacement or None."""
         formed_gradient = form(gradient)
         gradient_replacement = None
-        for _, tensor_key in reversed(tensor_keys):
-            gradient_replacement = sink.backward(tensor_key, formed_gradient)
+        for _, gradient_key in reversed(tensor_keys):
+            gradient_replacement = sink.backward(gradient_key, formed_gradient)
         return gradient_replacement
 
     copied: torch.Tensor = _CopyWithGradientHook.apply(tensor, replacement, pass_gradient)
@@ -448,7 +465,7 @@ def tap(
 
 
 class _CopyWithGradientHook(torch.autograd.Function):
-    """Copy of a tensor or of its replacement; backward calls `pass_gradient`, which may replace it."""
+    """Copy of a tensor or of its replacement; backward calls `pass_gradient`, which may replace the gradient."""
 
     @staticmethod
     def forward(

@@ -27,28 +27,28 @@ class TrainingState:
             held: Weights and buffers of the model.
             optimizers: All optimizers, whose states and parameter groups are copied, too.
         """
-        optimizer_tensors = []
+        tensors = list(held)
+        self._states: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        """Each optimizer's dictionary of states, and a copy of it; the tensors in both are the same objects."""
+        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        """Each optimizer's parameter groups, and a copy of their settings."""
         for optimizer in optimizers:
             for state in optimizer.state.values():
-                optimizer_tensors += [
-                    value for value in state.values() if isinstance(value, Tensor)
-                ]
-        # The model and the optimizers keep their tensor objects: `restore` writes the old values into them.
-        self._tensors = []
-        for tensor in (*held, *optimizer_tensors):
-            values = local_tensor(tensor).detach()
-            self._tensors.append((values, values.clone()))
-        self._states = [
-            (optimizer.state, {key: dict(state) for key, state in optimizer.state.items()})
-            for optimizer in optimizers
-        ]
-        self._groups = []
-        for optimizer in optimizers:
+                tensors += [value for value in state.values() if isinstance(value, Tensor)]
+            copied_states = {key: dict(state) for key, state in optimizer.state.items()}
+            self._states.append((optimizer.state, copied_states))
             for group in optimizer.param_groups:
                 settings = {key: value for key, value in group.items() if key != "params"}
                 self._groups.append((group, settings))
-        self._random = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state_all()
+        # The model and the optimizers keep their tensor objects: `restore` writes the old values into them.
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        for tensor in tensors:
+            values = local_tensor(tensor).detach()
+            self._tensors.append((values, values.clone()))
+        self._python_random = random.getstate()
+        self._numpy_random = numpy.random.get_state()
+        self._torch_random = torch.get_rng_state()
+        self._cuda_random = torch.cuda.get_rng_state_all()
 
     def restore(self) -> None:
         """Write the copied state back into the model, the optimizers and the random number generators."""
@@ -60,10 +60,10 @@ class TrainingState:
             states.update({key: dict(state) for key, state in saved_states.items()})
         for group, settings in self._groups:
             group.update(settings)
-        random.setstate(self._random[0])
-        numpy.random.set_state(self._random[1])
-        torch.set_rng_state(self._random[2])
-        torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python_random)
+        numpy.random.set_state(self._numpy_random)
+        torch.set_rng_state(self._torch_random)
+        torch.cuda.set_rng_state_all(self._cuda_random)
 
 
 def perturb(weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -18,7 +18,14 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import USER_MEASUREMENTS_FILE
 from parakit.config.flags import Flags
 from parakit.config.hardware import Device, link_by_key
-from parakit.config.run import DeviceKind, adapt_to_cpu_ranks, searched_flags, spec_from_model
+from parakit.config.model import Model
+from parakit.config.run import (
+    DeviceKind,
+    RunSpec,
+    adapt_to_cpu_ranks,
+    searched_flags,
+    spec_from_model,
+)
 from parakit.config.strategy import Batch, Parallelism, scale_batch, strategy_flags
 from parakit.formatting.units import ms
 from parakit.launch.calibrate import calibrate, calibration_conditions, find_local_device
@@ -89,17 +96,14 @@ def build_request(job: Job, device: Device, calibration: Calibration) -> Request
     options = job.options
     # The data set decides the vocabulary that is trained, and so the model's size.
     model = adapt_model_to_data(job.model, (), options.data or DEFAULT_DATA[job.device])
-    is_cpu = job.device is DeviceKind.CPU
-    default_samples = scale_batch(model.batch, Parallelism(data=job.devices)).global_batch_size
-    samples = options.global_batch_size or default_samples
-    expert_tensor = parse_expert_tensor(Flags((*model.flags, *options.extra)), model)
-    template = spec_from_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
-    if options.dropout is not None:
-        template = replace(template, dropout=options.dropout)
-    if is_cpu:
+    published_batch = scale_batch(model.batch, Parallelism(data=job.devices))
+    samples = options.global_batch_size or published_batch.global_batch_size
+    template = _build_template(model, samples, options)
+    execution, cores = Execution(), None
+    if job.device is DeviceKind.CPU:
         template = adapt_to_cpu_ranks(template)
-    execution = Execution()
-    if not is_cpu:
+        cores = len(os.sched_getaffinity(0))
+    else:
         runtime = choose_runtime(options, job.device)
         template = replace(template, fused=options.fused, fused_norms=runtime.transformer_engine)
         flags = runtime_flags(job.device, Parallelism(), runtime, options, model)
@@ -107,9 +111,17 @@ def build_request(job: Job, device: Device, calibration: Calibration) -> Request
         # The launcher groups the experts' matrix products where it can, and `make plan` assumes this too.
         execution = replace(execution, grouped_experts=True)
     link = link_by_key(device.link)
-    cores = len(os.sched_getaffinity(0)) if is_cpu else None
     cluster = Cluster(device, job.devices, job.devices, link, link, calibration, execution, cores)
     return Request(model, cluster, samples, template)
+
+
+def _build_template(model: Model, samples: int, options: Options) -> RunSpec:
+    """Return a run on one rank with the properties that all candidates of the search share."""
+    expert_tensor = parse_expert_tensor(Flags((*model.flags, *options.extra)), model)
+    template = spec_from_model(model, Parallelism(expert_tensor=expert_tensor), Batch(1, samples))
+    if options.dropout is not None:
+        template = replace(template, dropout=options.dropout)
+    return template
 
 
 def print_explanation(plan: Plan, console: Console) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from parakit.config import variables
 from parakit.config.files import relative_to_root
@@ -61,30 +62,10 @@ def adapt_to_backend(launch: Launch) -> Launch:
         return launch
     if options.backend is Backend.TRANSFORMERS:
         return _adapt_to_transformers(launch)
-    has_checkpoint = launch.initial_checkpoint is not None and options.backend is not Backend.BARE
-    parallelism = launch.spec.parallelism
-    # Only Megatron's torch FSDP2 needs an untied output layer, so the other backends keep it tied.
-    is_untied = UNTIED in launch.flags and not parallelism.sharding
-    checkpoint = (
-        initial_checkpoint_path(launch.model, launch.entry, options, is_untied)
-        if has_checkpoint
-        else None
-    )
-    parallel_flags = () if parallelism.schedule else strategy_flags(parallelism)
-    dropped = (*_ONLY_MEGATRON, *(text for text in parallel_flags if text.startswith("--")))
-    multiple = launch.model.shape.vocabulary_multiple // parallelism.tensor
-    is_megatron_muon = options.optimizer is OptimizerName.MEGATRON_MUON
-    flags = merge_flags(
-        drop_flags(launch.flags, dropped),
-        backend_flags(launch, options.backend),
-        ("--vocab-size", str(launch.model.shape.vocabulary)),
-        ("--make-vocab-size-divisible-by", str(max(1, multiple))),
-        ("--start-weights", relative_to_root(checkpoint)) if checkpoint else (),
-        (MUON_RULE_FLAG, "megatron") if is_megatron_muon else (),
-    )
-    environment = {
-        name: value for name, value in launch.environment.items() if name != variables.START_WEIGHTS
-    }
+    checkpoint = _find_backend_checkpoint(launch)
+    # Only Megatron's patches read this variable; a backend gets the folder by a flag.
+    environment = dict(launch.environment)
+    environment.pop(variables.START_WEIGHTS, None)
     if options.backend is Backend.DEEPSPEED:
         environment["DS_ACCELERATOR"] = "cpu" if launch.spec.device is DeviceKind.CPU else "cuda"
     return replace(
@@ -92,9 +73,42 @@ def adapt_to_backend(launch: Launch) -> Launch:
         spec=replace(launch.spec, backend=options.backend),
         entry=replace(launch.entry, path=f"examples/{launch.model.family}/pretrain_native.py"),
         initial_checkpoint=checkpoint,
-        flags=flags,
+        flags=_translate_flags(launch, checkpoint),
         environment=environment,
     )
+
+
+def _find_backend_checkpoint(launch: Launch) -> Path | None:
+    """Return the folder of the initial checkpoint that the launch's backend loads; None if it loads none."""
+    options = launch.job.options
+    if launch.initial_checkpoint is None or options.backend is Backend.BARE:
+        return None
+    # Only Megatron's torch FSDP2 needs an untied output layer, so the other backends keep it tied.
+    is_untied = UNTIED in launch.flags and not launch.spec.parallelism.sharding
+    return initial_checkpoint_path(launch.model, launch.entry, options, is_untied)
+
+
+def _translate_flags(launch: Launch, checkpoint: Path | None) -> tuple[str, ...]:
+    """Return the launch's flags without those that only Megatron knows, and with those of its job's backend.
+
+    `checkpoint` is the folder of the initial checkpoint; None adds no flag for it.
+    """
+    options, parallelism, shape = launch.job.options, launch.spec.parallelism, launch.model.shape
+    dropped = set(_ONLY_MEGATRON)
+    # The backend takes the flags of a pipeline schedule. Megatron alone takes those of other strategies.
+    if not parallelism.schedule:
+        dropped |= {text for text in strategy_flags(parallelism) if text.startswith("--")}
+    multiple = max(1, shape.vocabulary_multiple // parallelism.tensor)
+    added = [
+        *backend_flags(launch, options.backend),
+        *("--vocab-size", str(shape.vocabulary)),
+        *("--make-vocab-size-divisible-by", str(multiple)),
+    ]
+    if checkpoint is not None:
+        added += ["--start-weights", relative_to_root(checkpoint)]
+    if options.optimizer is OptimizerName.MEGATRON_MUON:
+        added += [MUON_RULE_FLAG, "megatron"]
+    return merge_flags(drop_flags(launch.flags, dropped), added)
 
 
 def _adapt_to_transformers(launch: Launch) -> Launch:
@@ -166,66 +180,97 @@ def backend_flags(launch: Launch, backend: Backend) -> tuple[str, ...]:
 
 def backend_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence per reason why the launch's backend cannot run it; nothing if it can."""
-    if launch.spec.backend == Backend.MEGATRON:
+    backend = launch.spec.backend
+    if backend == Backend.MEGATRON:
         return
     if len(launch.data_parts) > 1:
         yield (
-            f"BACKEND={launch.spec.backend} reads one data set, and DATA='{launch.data}' blends several; name "
+            f"BACKEND={backend} reads one data set, and DATA='{launch.data}' blends several; name "
             "one, or use BACKEND=megatron."
         )
     if launch.spec.patch_file is not None:
         yield (
-            f"PATCH_FILE={launch.spec.patch_file.path} changes Megatron, which "
-            f"BACKEND={launch.spec.backend} does "
+            f"PATCH_FILE={launch.spec.patch_file.path} changes Megatron, which BACKEND={backend} does "
             "not run; leave PATCH_FILE= out, or use BACKEND=megatron."
         )
-    if launch.spec.backend == Backend.TRANSFORMERS:
+    if backend == Backend.TRANSFORMERS:
         yield from _transformers_problems(launch)
         return
     yield from _strategy_problems(launch)
-    shape = launch.model.shape
+    yield from _model_problems(launch)
+    if backend == Backend.DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
+        yield NO_DEEPSPEED
+
+
+def _model_problems(launch: Launch) -> Iterator[str]:
+    """Yield the first reason why native, DeepSpeed or bare cannot build the launch's model; nothing if they can."""
+    shape, backend = launch.model.shape, launch.spec.backend
     if shape.query_groups != shape.heads:
         yield (
-            f"{launch.model.name} is not the GPT that BACKEND={launch.spec.backend} builds (a key and "
+            f"{launch.model.name} is not the GPT that BACKEND={backend} builds (a key and "
             "value for each head); use BACKEND=megatron."
         )
-    elif shape.experts and launch.spec.backend == Backend.DEEPSPEED:
+        return
+    if shape.experts and backend == Backend.DEEPSPEED:
         yield "BACKEND=deepspeed trains dense models here; use BACKEND=native for experts."
-    elif unknown := unknown_flags(launch.flags):
-        yield f"BACKEND={launch.spec.backend} does not know {unknown[0]}; leave it out of EXTRA=."
-    elif refused := refused_value(launch.flags):
-        yield f"BACKEND={launch.spec.backend} cannot take {refused}; use BACKEND=megatron."
-    if launch.spec.backend == Backend.DEEPSPEED and importlib.util.find_spec("deepspeed") is None:
-        yield NO_DEEPSPEED
+        return
+    unknown = unknown_flags(launch.flags)
+    if unknown:
+        yield f"BACKEND={backend} does not know {unknown[0]}; leave it out of EXTRA=."
+        return
+    refused = refused_value(launch.flags)
+    if refused:
+        yield f"BACKEND={backend} cannot take {refused}; use BACKEND=megatron."
 
 
 def _strategy_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence if the backend does not have the strategy; the sentence lists those that it has."""
-    parallelism, ranks = launch.spec.parallelism, launch.devices
-    is_data_parallel = parallelism.data == ranks
-    is_dense = not launch.model.shape.experts
-    is_tensor_parallel = (
-        parallelism.tensor == ranks and not parallelism.sequence_parallel and is_dense
-    )
-    has_whole_experts = parallelism.expert == 1
-    if launch.spec.backend == Backend.NATIVE:
-        strategies = _NATIVE_STRATEGIES if is_dense else "baseline, dpN, epN and epNdpM"
-        is_fsdp = parallelism.sharding.is_torch_fsdp and is_dense and has_whole_experts
-        is_plain = is_data_parallel and (is_fsdp or not parallelism.sharding)
-        has_strategy = is_plain or is_tensor_parallel or (bool(parallelism.schedule) and is_dense)
-    elif launch.spec.backend == Backend.DEEPSPEED:
-        strategies = "baseline, dpN, zero1, zero2 and zero3"
-        has_strategy = (
-            is_data_parallel and has_whole_experts and not parallelism.sharding.is_torch_fsdp
-        )
-    else:
-        strategies = "baseline and dpN"
-        has_strategy = is_data_parallel and has_whole_experts and not parallelism.sharding
-    if not has_strategy:
+    if not _has_strategy(launch):
         yield (
-            f"BACKEND={launch.spec.backend} has {strategies}, and no {launch.spec.name}; use one of these, "
-            f"or BACKEND=megatron{_describe_alternative(launch)}."
+            f"BACKEND={launch.spec.backend} has {_describe_strategies(launch)}, and no {launch.spec.name}; use "
+            f"one of these, or BACKEND=megatron{_describe_alternative(launch)}."
         )
+
+
+def _has_strategy(launch: Launch) -> bool:
+    """Return True if native, DeepSpeed or bare, whichever the launch's backend is, has the launch's strategy."""
+    parallelism, backend = launch.spec.parallelism, launch.spec.backend
+    if backend == Backend.NATIVE:
+        return _is_native_strategy(launch)
+    if parallelism.data != launch.devices or parallelism.expert > 1:
+        return False
+    if backend == Backend.DEEPSPEED:
+        return not parallelism.sharding.is_torch_fsdp
+    return not parallelism.sharding
+
+
+def _is_native_strategy(launch: Launch) -> bool:
+    """Return True if the native backend has the launch's strategy.
+
+    With experts it has replicas and expert parallelism alone.
+    """
+    parallelism = launch.spec.parallelism
+    is_data_parallel = parallelism.data == launch.devices
+    if is_data_parallel and not parallelism.sharding:
+        return True
+    if launch.model.shape.experts:
+        return False
+    if parallelism.schedule:
+        return True
+    if parallelism.tensor == launch.devices and not parallelism.sequence_parallel:
+        return True
+    return is_data_parallel and parallelism.sharding.is_torch_fsdp and parallelism.expert == 1
+
+
+def _describe_strategies(launch: Launch) -> str:
+    """Return the names of the strategies that the launch's backend has for its kind of model."""
+    if launch.spec.backend == Backend.DEEPSPEED:
+        return "baseline, dpN, zero1, zero2 and zero3"
+    if launch.spec.backend != Backend.NATIVE:
+        return "baseline and dpN"
+    if launch.model.shape.experts:
+        return "baseline, dpN, epN and epNdpM"
+    return _NATIVE_STRATEGIES
 
 
 def _describe_alternative(launch: Launch) -> str:
@@ -247,20 +292,17 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
         yield f"Muon needs whole matrices, which {sharding} shards; use dp2, or OPTIMIZER=adamw."
     if backend in (Backend.DEEPSPEED, Backend.BARE):
         yield f"BACKEND={backend} has AdamW alone; use BACKEND=native for Muon."
-    uses_package = backend == Backend.MEGATRON or MUON_RULE_FLAG in launch.flags
-    if (
-        backend == Backend.MEGATRON
-        and parse_release(launch.entry.megatron_version) < FIRST_MUON_RELEASE
-    ):
+    is_megatron = backend == Backend.MEGATRON
+    if is_megatron and parse_release(launch.entry.megatron_version) < FIRST_MUON_RELEASE:
         yield (
             f"Megatron {launch.entry.megatron_version} has no Muon with the published coefficients, "
             "0.17 has; use BACKEND=native, or OPTIMIZER=adamw."
         )
-    elif (
-        uses_package
-        and launch.runtime.container is None
-        and importlib.util.find_spec(MUON_PACKAGE) is None
-    ):
+        return
+    # The native backend can also update with Megatron's rule, for which it imports Megatron's package.
+    uses_package = is_megatron or MUON_RULE_FLAG in launch.flags
+    is_on_host = launch.runtime.container is None
+    if uses_package and is_on_host and importlib.util.find_spec(MUON_PACKAGE) is None:
         yield (
             f"Megatron's Muon needs the package {MUON_PACKAGE}, which is not installed; 'make setup' "
             "installs it, or use OPTIMIZER=muon BACKEND=native."

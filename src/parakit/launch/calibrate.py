@@ -35,6 +35,7 @@ from parakit.planner import (
     CONSTANT_NAMES,
     Calibration,
     Cluster,
+    DeviceRates,
     calibration_path,
     compute_device_rates,
     layer_seconds,
@@ -100,10 +101,11 @@ def calibrate_machine(devices: str | None, runs: Path, console: Console) -> int:
         LaunchError: This machine lacks the devices, the planner does not know their rates, or the
             measurement failed.
     """
-    gpus, cores = len(visible_gpus()), len(os.sched_getaffinity(0))
-    ranks, kind = (gpus, DeviceKind.GPU) if gpus else (cores, DeviceKind.CPU)
     if devices is not None:
         ranks, kind = parse_devices(devices.strip(), "DEVICES")
+    else:
+        num_gpus, num_cores = len(visible_gpus()), len(os.sched_getaffinity(0))
+        ranks, kind = (num_gpus, DeviceKind.GPU) if num_gpus else (num_cores, DeviceKind.CPU)
     device = find_local_device(kind, ranks, "DEVICES=2cpu measures CPU ranks")
     measured = calibrate(runs, kind, ranks, device, console)
     console.print(rich_table(_comparison_table(measured, device)))
@@ -135,7 +137,7 @@ def find_local_device(kind: DeviceKind, ranks: int, instead: str, otherwise: str
         return replace(device_by_key("cpu"), memory_bytes=bytes_per_rank)
     names = [gpu.name for gpu in visible_gpus()]
     if len(names) < ranks:
-        raise LaunchError(f"Needs {ranks} GPU{'s' * (ranks > 1)}, found {len(names)}; {instead}.")
+        raise LaunchError(f"Needs {plural(ranks, 'GPU')}, found {len(names)}; {instead}.")
     device = find_device(names[0])
     if device is None:
         raise LaunchError(
@@ -150,10 +152,12 @@ def calibration_conditions(kind: DeviceKind, ranks: int) -> str:
     A stored calibration is valid only while this text is the same. It names the ranks, the cores, the torch
     version and a hash of the workload.
     """
-    cores = f" on {len(os.sched_getaffinity(0))} cores" if kind is DeviceKind.CPU else ""
+    cores, environment = "", None
+    if kind is DeviceKind.CPU:
+        cores, environment = f" on {len(os.sched_getaffinity(0))} cores", CPU_RANK_ENVIRONMENT
     torch = importlib.metadata.version("torch")
-    environment = CPU_RANK_ENVIRONMENT if kind is DeviceKind.CPU else None
-    hashed = (WORKLOADS[kind], *(field.name for field in fields(Figures)), environment)
+    figure_names = (field.name for field in fields(Figures))
+    hashed = (WORKLOADS[kind], *figure_names, environment)
     digest = hashlib.sha256(repr(hashed).encode()).hexdigest()[:8]
     return (
         f"{plural(ranks, f'{kind} rank')}{cores}, a thread each, torch {torch}, workload {digest}"
@@ -195,25 +199,20 @@ def build_calibration(
     Rates become fractions of the datasheet's rates (of the nominal rates for a CPU). A figure that was not
     measured keeps the constant's default.
     """
-    peak_flops = device.peak_flops("fp32" if kind is DeviceKind.CPU else "bf16")
+    is_gpu = kind is DeviceKind.GPU
+    peak_flops = device.peak_flops("bf16" if is_gpu else "fp32")
     assert peak_flops is not None
-    ring = figures.all_reduce_bytes_per_second or link.bytes_per_second
-    layer, is_gpu = figures.layer_seconds, kind is DeviceKind.GPU
     layer_factor, loop_factor = (GPU_LAYER, GPU_LOOP) if is_gpu else (MEGATRON_LAYER, MEGATRON_LOOP)
-
-    def fraction(figure: float | None, nominal: float) -> float | None:
-        return None if figure is None else figure / nominal
-
+    # The other collectives are stored relative to the all-reduce, or to the link if there is none.
+    ring_rate = figures.all_reduce_bytes_per_second or link.bytes_per_second
     measured = {
-        "matmul": fraction(figures.matmul_flops, peak_flops),
-        "attention": fraction(figures.attention_flops, peak_flops),
-        "memory": fraction(figures.copy_bytes_per_second, device.memory_bytes_per_second),
-        "link": fraction(figures.all_reduce_bytes_per_second, link.bytes_per_second),
-        "reduce_scatter_share": fraction(figures.reduce_scatter_bytes_per_second, ring),
-        "all_gather_share": fraction(figures.all_gather_bytes_per_second, ring),
-        "all_to_all_share": fraction(figures.all_to_all_bytes_per_second, ring),
-        "layer_launch_seconds": None if layer is None else layer_factor * layer,
-        "iteration_host_seconds": None if layer is None else loop_factor * layer,
+        "matmul": _divide(figures.matmul_flops, peak_flops),
+        "attention": _divide(figures.attention_flops, peak_flops),
+        "memory": _divide(figures.copy_bytes_per_second, device.memory_bytes_per_second),
+        "link": _divide(figures.all_reduce_bytes_per_second, link.bytes_per_second),
+        "reduce_scatter_share": _divide(figures.reduce_scatter_bytes_per_second, ring_rate),
+        "all_gather_share": _divide(figures.all_gather_bytes_per_second, ring_rate),
+        "all_to_all_share": _divide(figures.all_to_all_bytes_per_second, ring_rate),
         "link_latency_seconds": figures.all_reduce_latency_seconds,
         "logit_seconds": figures.logit_seconds,
         "parameter_seconds": figures.parameter_seconds,
@@ -221,12 +220,20 @@ def build_calibration(
         "jitter": figures.jitter,
         "gradient_seconds": figures.gradient_seconds,
     }
+    if figures.layer_seconds is not None:
+        measured["layer_launch_seconds"] = layer_factor * figures.layer_seconds
+        measured["iteration_host_seconds"] = loop_factor * figures.layer_seconds
     constants = {name: value for name, value in measured.items() if value is not None}
     calibration = replace(Calibration(source=f"measured on {platform.node()}"), **constants)  # type: ignore[arg-type]
     if is_gpu:
         return _fit_rates_to_formulas(calibration, figures, device, link)
     # A CPU rank is one core, so arithmetic waits while gloo's thread or Python runs on the core.
     return replace(calibration, contention=1.0, launch_beside_work=False)
+
+
+def _divide(figure: float | None, nominal: float) -> float | None:
+    """Return a measured figure as a fraction of its nominal value; None if it was not measured."""
+    return None if figure is None else figure / nominal
 
 
 def _fit_rates_to_formulas(
@@ -241,34 +248,55 @@ def _fit_rates_to_formulas(
     asymptotic = replace(measured, matmul=1.0, attention=1.0)
     device_rates = compute_device_rates(Cluster(device, 1, 1, link, link, asymptotic), "bf16")
     fitted: dict[str, float] = {}
-    size, shape = workload.matmul_size, workload.attention_shape
-    if size and figures.matmul_flops:
-        # Arithmetic takes half as long at twice the rate; the time of the operands stays.
-        doubled_rates = replace(device_rates, flops=2 * device_rates.flops)
-        seconds = product_seconds(size, size, size, 2, device_rates)
-        seconds_at_double_rate = product_seconds(size, size, size, 2, doubled_rates)
-        arithmetic_seconds = 2 * (seconds - seconds_at_double_rate)
-        operand_seconds = seconds - arithmetic_seconds
-        measured_seconds = 2 * size**3 / figures.matmul_flops
-        fitted["matmul"] = arithmetic_seconds / (measured_seconds - operand_seconds)
-    if shape and figures.attention_flops:
-        heads, length, width = shape
-        model = ModelShape(
-            layers=1,
-            hidden=heads * width,
-            heads=heads,
-            query_groups=heads,
-            head_width=width,
-            ffn_hidden=0,
-            seq_length=length,
-            positions=0,
+    if workload.matmul_size and figures.matmul_flops:
+        fitted["matmul"] = _fit_matmul_rate(
+            workload.matmul_size, figures.matmul_flops, device_rates
         )
-        spec = RunSpec(model, Parallelism(), Batch(1, 1), dropout=0.0)
-        layer = layer_seconds(spec, device_rates)
-        measured_seconds = attention_flops(shape, causal=True) / figures.attention_flops
-        predicted_seconds = layer.forward_attention + layer.backward_attention
-        fitted["attention"] = predicted_seconds / measured_seconds
+    if workload.attention_shape and figures.attention_flops:
+        fitted["attention"] = _fit_attention_rate(
+            workload.attention_shape, figures.attention_flops, device_rates
+        )
     return replace(measured, **fitted)  # type: ignore[arg-type]
+
+
+def _fit_matmul_rate(size: int, measured_flops: float, device_rates: DeviceRates) -> float:
+    """Return the fraction of the peak FLOP/s at which a square product takes as long as it was measured to take.
+
+    `device_rates` have the peak FLOP/s. The time of moving the operands does not depend on the fraction.
+    """
+    # Arithmetic takes half as long at twice the rate; the time of the operands stays.
+    doubled_rates = replace(device_rates, flops=2 * device_rates.flops)
+    seconds = product_seconds(size, size, size, 2, device_rates)
+    seconds_at_double_rate = product_seconds(size, size, size, 2, doubled_rates)
+    arithmetic_seconds = 2 * (seconds - seconds_at_double_rate)
+    operand_seconds = seconds - arithmetic_seconds
+    measured_seconds = 2 * size**3 / measured_flops
+    return arithmetic_seconds / (measured_seconds - operand_seconds)
+
+
+def _fit_attention_rate(
+    shape: tuple[int, int, int], measured_flops: float, device_rates: DeviceRates
+) -> float:
+    """Return the fraction of the peak FLOP/s at which causal attention takes as long as it was measured to take.
+
+    `shape` is heads, sequence length and head width. `device_rates` have the peak FLOP/s.
+    """
+    heads, length, width = shape
+    model = ModelShape(
+        layers=1,
+        hidden=heads * width,
+        heads=heads,
+        query_groups=heads,
+        head_width=width,
+        ffn_hidden=0,
+        seq_length=length,
+        positions=0,
+    )
+    spec = RunSpec(model, Parallelism(), Batch(1, 1), dropout=0.0)
+    layer = layer_seconds(spec, device_rates)
+    predicted_seconds = layer.forward_attention + layer.backward_attention
+    measured_seconds = attention_flops(shape, causal=True) / measured_flops
+    return predicted_seconds / measured_seconds
 
 
 def _comparison_table(measured: Calibration, device: Device) -> Table[str]:
@@ -277,21 +305,27 @@ def _comparison_table(measured: Calibration, device: Device) -> Table[str]:
     Rates are fractions of the datasheet's rates, and times are in microseconds. Constants that were not measured
     are left out.
     """
+    # No latency is shipped: it depends on the machine.
     shipped = asdict(load_constants(device.generation)) | {"link_latency_seconds": None}
     values = {name: getattr(measured, name) for name in (*CONSTANT_NAMES, "link_latency_seconds")}
-
-    def text(name: str, value: float | None) -> str:
-        if value is None:
-            return DASH
-        return f"{1e6 * value:,.0f} µs" if name.endswith("_seconds") else f"{value:.2f}"
-
-    def title(name: str) -> str:
-        return name.removesuffix("_seconds").replace("_", " ")
-
     columns = (
-        Column[str]("constant", title, right=False),
-        Column[str]("shipped", lambda name: text(name, shipped[name])),
-        Column[str]("measured", lambda name: text(name, values[name])),
+        Column[str]("constant", _format_constant_name, right=False),
+        Column[str]("shipped", lambda name: _format_constant(name, shipped[name])),
+        Column[str]("measured", lambda name: _format_constant(name, values[name])),
     )
     rows = tuple(name for name, value in values.items() if value is not None)
     return Table(columns, rows, device.name)
+
+
+def _format_constant_name(name: str) -> str:
+    """Return a constant's name in words, without its unit."""
+    return name.removesuffix("_seconds").replace("_", " ")
+
+
+def _format_constant(name: str, value: float | None) -> str:
+    """Return a constant's value: a time in microseconds, a fraction with two decimals, or a dash for None."""
+    if value is None:
+        return DASH
+    if name.endswith("_seconds"):
+        return f"{1e6 * value:,.0f} µs"
+    return f"{value:.2f}"

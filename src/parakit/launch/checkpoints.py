@@ -56,7 +56,9 @@ class CheckpointKeeper(BackgroundThread):
         self._keep = keep
         self._follower = LogFollower(log, log.stat().st_size)
         self._newest: Iteration | None = None
+        """The last iteration that was logged; None before the first."""
         self._seen = read_tracker_time_ns(folder)
+        """Time at which the tracker file was last written, when its checkpoints were last verified."""
         self._ended_well = False
         super().__init__()
         self.problems: list[str] = []
@@ -77,29 +79,31 @@ class CheckpointKeeper(BackgroundThread):
 
         What fails is added to `problems`.
         """
-        self._newest = next(reversed(self._follower.new_iterations()), self._newest)
+        new_iterations = self._follower.new_iterations()
+        if new_iterations:
+            self._newest = new_iterations[-1]
         stored = find_checkpoints(self._folder)
-        finished, announcement = (
-            read_finished_iteration(self._folder),
-            read_tracker_time_ns(self._folder),
-        )
+        finished = read_finished_iteration(self._folder)
+        # Megatron writes the tracker file when a checkpoint is finished.
+        announcement = read_tracker_time_ns(self._folder)
         if finished is not None and announcement != self._seen:
             self._seen = announcement
             for checkpoint in stored:
-                if checkpoint.iteration > finished or checkpoint.is_verified:
-                    continue
-                try:
-                    verify_and_record(checkpoint, self._may_continue)
-                except (DamagedCheckpointError, OSError) as error:
-                    self._add_problem(
-                        f"Checkpoint {checkpoint.path.name} cannot be read back: {error}."
-                    )
+                if checkpoint.iteration <= finished and not checkpoint.is_verified:
+                    self._verify(checkpoint)
         try:
             remove_old_checkpoints(
                 [checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep
             )
         except OSError as error:
             self._add_problem(f"An old checkpoint could not be removed: {error}.")
+
+    def _verify(self, checkpoint: Checkpoint) -> None:
+        """Read a checkpoint back and write its manifest; add a problem if the checkpoint cannot be read."""
+        try:
+            verify_and_record(checkpoint, self._may_continue)
+        except (DamagedCheckpointError, OSError) as error:
+            self._add_problem(f"Checkpoint {checkpoint.path.name} cannot be read back: {error}.")
 
     def _is_valid(self, checkpoint: Checkpoint) -> bool:
         """Return True if the run has logged a loss after this checkpoint, and no NaN."""
@@ -147,9 +151,9 @@ def select_checkpoint(run: Path, folder: Path | None = None) -> SelectedCheckpoi
     stored = find_checkpoints(folder or run / CHECKPOINTS_FOLDER)
     for checkpoint in stored:
         if last_valid is not None and checkpoint.iteration >= last_valid:
-            flaw: str | None = "the run ended in NaN before it gave a loss"
-        else:
-            flaw = find_flaw(checkpoint)
+            skipped.append((checkpoint, "the run ended in NaN before it gave a loss"))
+            continue
+        flaw = find_flaw(checkpoint)
         if flaw is None:
             return SelectedCheckpoint(checkpoint, tuple(skipped))
         skipped.append((checkpoint, flaw))
@@ -176,12 +180,15 @@ def choose_grace_seconds(asked_seconds: float | None, log: Path) -> float:
     """
     if asked_seconds is not None:
         return asked_seconds
-    with closing(LogFollower(log, max(0, log.stat().st_size - _LOG_TAIL_BYTES))) as follower:
+    tail_begin_bytes = max(0, log.stat().st_size - _LOG_TAIL_BYTES)
+    with closing(LogFollower(log, tail_begin_bytes)) as follower:
         iterations = follower.new_iterations()
     with log.open("rb") as stream:
-        stream.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
-        saves = _SAVE_TIME.findall(stream.read().decode(errors="replace"))
-    save_ms = float(saves[-1][1]) if saves else 0.0
+        stream.seek(tail_begin_bytes)
+        tail = stream.read().decode(errors="replace")
+    save_ms = 0.0
+    for save_time in _SAVE_TIME.finditer(tail):
+        save_ms = float(save_time["slowest"])
     iteration_ms = (iterations[-1].elapsed_ms if iterations else None) or 0.0
     return max(LEAST_GRACE_SECONDS, 2 * (save_ms + iteration_ms) / 1000)
 

@@ -11,7 +11,7 @@ import hashlib
 import importlib.metadata
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from megatron_patches.context import checkout_version, read_commit
@@ -71,15 +71,24 @@ def identify_code(entry: MegatronEntry | None) -> CodeHashes:
     kit = hash_sources(ROOT, KIT_FOLDERS)
     if entry is None:
         return CodeHashes(kit)
-    checkout = (ROOT / entry.path).parent
-    if (checkout / "megatron").is_dir():
-        # The entry script of a checkout imports modules from its own folder, so they count too.
-        names = ("megatron", *(path.name for path in checkout.glob("*.py")))
-        return CodeHashes(kit, hash_sources(checkout, names))
+    folder = (ROOT / entry.path).parent
+    is_checkout = (folder / "megatron").is_dir()
+    return CodeHashes(kit, _hash_checkout(folder) if is_checkout else _hash_installed_megatron())
+
+
+def _hash_checkout(checkout: Path) -> str:
+    """Return a hash of Megatron's files in a checkout, with the modules beside the entry script, which imports them."""
+    modules = (path.name for path in checkout.glob("*.py"))
+    return hash_sources(checkout, ("megatron", *modules))
+
+
+def _hash_installed_megatron() -> str | None:
+    """Return the hashes of the installed Megatron's folders, joined by `+`; None if none is installed."""
     package = importlib.util.find_spec("megatron")  # A namespace package, so nothing is imported.
-    folders = package.submodule_search_locations if package else None
-    hashes = [hash_sources(Path(folder), (".",)) for folder in sorted(folders or ())]
-    return CodeHashes(kit, "+".join(hashes) or None)
+    if package is None:
+        return None
+    folders = sorted(package.submodule_search_locations or ())
+    return "+".join(hash_sources(Path(folder), (".",)) for folder in folders) or None
 
 
 def hash_sources(root: Path, names: Iterable[str]) -> str:
@@ -87,17 +96,14 @@ def hash_sources(root: Path, names: Iterable[str]) -> str:
 
     The hash covers the files' names and contents. Hidden folders, caches and unreadable files are left out.
     """
-    digest = hashlib.sha256()
     files: list[Path] = []
-    for path in (root / name for name in names):
+    for name in names:
+        path = root / name
         if path.is_file():
             files.append(path)
-        for folder, subfolders, file_names in os.walk(path):
-            # os.walk descends into the folders that are in this list after the loop's body.
-            subfolders[:] = [
-                name for name in subfolders if name[0] != "." and name != "__pycache__"
-            ]
-            files += [Path(folder, name) for name in file_names if name.endswith(SOURCES)]
+        else:
+            files += _list_sources(path)
+    digest = hashlib.sha256()
     for path in sorted(files):
         try:
             content = path.read_bytes()
@@ -106,3 +112,13 @@ def hash_sources(root: Path, names: Iterable[str]) -> str:
         digest.update(f"{path.relative_to(root)}\0{len(content)}\0".encode())
         digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def _list_sources(root: Path) -> Iterator[Path]:
+    """Yield the source files in a folder and below; none if there is no such folder."""
+    for folder, subfolders, file_names in os.walk(root):
+        # os.walk descends into the folders that are in this list after the loop's body.
+        subfolders[:] = [name for name in subfolders if name[0] != "." and name != "__pycache__"]
+        for name in file_names:
+            if name.endswith(SOURCES):
+                yield Path(folder, name)

@@ -125,9 +125,8 @@ class Launch:
     @property
     def saves_at_stop(self) -> bool:
         """True if the ranks save a last checkpoint when they are asked to stop."""
-        return self.saving is not None and Flags((*self.job.flags, *self.flags)).has(
-            EXIT_SIGNAL_HANDLER
-        )
+        flags = Flags((*self.job.flags, *self.flags))
+        return self.saving is not None and flags.has(EXIT_SIGNAL_HANDLER)
 
     @property
     def code(self) -> CodeHashes:
@@ -163,7 +162,8 @@ class Launch:
 
         The folder's name depends on the data set's present content. A folder that EXTRA= names is used instead.
         """
-        if self.spec.backend is not Backend.MEGATRON or DATA_CACHE in values_by_flag(self.flags):
+        names_folder = DATA_CACHE in values_by_flag(self.flags)
+        if self.spec.backend is not Backend.MEGATRON or names_folder:
             return self.flags
         # Megatron's default folder is beside the data set, where the user may have no right to write.
         paths = [part.prefix for part in self.data_parts]
@@ -172,19 +172,15 @@ class Launch:
 
     def arguments(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
         """Return all of Megatron's arguments for a run in `run_folder`, which may be a placeholder."""
+        load_flags = self.resume_point.flags if self.resume_point else ()
         # Megatron passes to W&B only what it writes to TensorBoard, so TensorBoard is always on.
         output_flags = ["--tensorboard-dir", f"{run_folder}/tensorboard"]
         if self.saving is not None:
             output_flags += ["--save", f"{run_folder}/{CHECKPOINTS_FOLDER}"]
-        load_flags = self.resume_point.flags if self.resume_point else ()
         if "--wandb-project" in self.flags:
             # W&B's client makes a folder `wandb` below the one it is given.
-            output_flags += [
-                "--wandb-exp-name",
-                Path(run_folder).name,
-                "--wandb-save-dir",
-                run_folder,
-            ]
+            output_flags += ["--wandb-exp-name", Path(run_folder).name]
+            output_flags += ["--wandb-save-dir", run_folder]
         return (*self.flags_with_sample_indices, *load_flags, *output_flags)
 
     def command(self, run_folder: str = RUN_PLACEHOLDER) -> tuple[str, ...]:
@@ -193,15 +189,13 @@ class Launch:
         In a container it begins with that of the container, such as `docker run`; with a shaped link, with
         `parakit.launch.network`.
         """
-        container = self.runtime.container
         program = (*self._program(), *self.arguments(run_folder))
         if self.spec.link_bits_per_second:
             return shaped(self.spec.link_bits_per_second, self.devices, _python_path(), program)
+        container = self.runtime.container
         python = IMAGE_PYTHON if container else _python_path()
         ranks = (*torchrun_command(self.local_devices, python, self.nodes), *program)
-        if container is None:
-            return ranks
-        return container.wrap(ranks, self.environment)
+        return container.wrap(ranks, self.environment) if container else ranks
 
     def warm_command(self, run_folder: str) -> tuple[str, ...]:
         """Return the command that has `warm` fork the ranks, in place of `command`."""
@@ -210,9 +204,8 @@ class Launch:
 
     def resume_from(self, point: ResumePoint) -> Launch:
         """Return the launch with the checkpoint of `point` loaded in place of the initial checkpoint."""
-        return replace(
-            self, flags=drop_flags(self.flags, flags_with_role("start")), resume_point=point
-        )
+        flags = drop_flags(self.flags, flags_with_role("start"))
+        return replace(self, flags=flags, resume_point=point)
 
     def join_nodes(self, nodes: Nodes) -> Launch:
         """Return the launch on `nodes`, with gloo on the network interface that connects them.
@@ -230,9 +223,10 @@ class Launch:
 
         The launch stays as it is unless it runs Megatron on this machine's CPU, without container or shaped link.
         """
-        needs_new_processes = self.spec.link_bits_per_second or self.nodes or self.runtime.container
         runs_megatron = self.spec.backend == Backend.MEGATRON
-        if needs_new_processes or not runs_megatron or self.spec.device is not DeviceKind.CPU:
+        is_cpu = self.spec.device is DeviceKind.CPU
+        needs_new_processes = self.spec.link_bits_per_second or self.nodes or self.runtime.container
+        if not runs_megatron or not is_cpu or needs_new_processes:
             return self
         import_time_variables = {
             name: self.environment[name]
@@ -266,10 +260,6 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
     if Flags(extra).integer("--vocab-size") == model.shape.vocabulary:
         extra = drop_flags(extra, ("--vocab-size",))  # The tokenizer's flags name it.
     model_flags = merge_training_flags(model, in_half=device is DeviceKind.GPU)
-    saving: tuple[str, ...] = ()
-    if options.saving:
-        saves_on_signal = options.grace_seconds is not None
-        saving = saving_flags(options.saving, parallelism, entry, saves_on_signal)
     # Of a flag that several of these have, the last one counts.
     flags = merge_flags(
         model_flags,
@@ -283,25 +273,12 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         _iteration_flags(model, iterations, options),
         optimizer_flags(options.optimizer, entry.megatron_version),
         options.wandb.flags if options.wandb else (),
-        saving,
+        _checkpoint_flags(options, parallelism, entry),
         extra,
-    )
-    spec = replace(
-        spec_from_flags(
-            count_end_of_document_in_vocabulary(flags, entry.megatron_version),
-            job.devices,
-            device,
-            model.name,
-        ),
-        fused=options.fused,
-        link_bits_per_second=options.link_bits_per_second,
-        shares_gpu=options.share_gpu,
-        patch_file=options.patch_file,
-        strategy=job.strategy,
     )
     return Launch(
         job=job,
-        spec=spec,
+        spec=_describe_run(job, model, flags, entry),
         model=model,
         iterations=iterations,
         entry=entry,
@@ -312,6 +289,30 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         runtime=add_mounts(runtime, data, options),
         nodes=options.nodes,
     )
+
+
+def _describe_run(job: Job, model: Model, flags: Sequence[str], entry: MegatronEntry) -> RunSpec:
+    """Return the run that Megatron's flags define, with those options of the job that are no flags."""
+    counted_flags = count_end_of_document_in_vocabulary(flags, entry.megatron_version)
+    spec = spec_from_flags(counted_flags, job.devices, job.device, model.name)
+    return replace(
+        spec,
+        fused=job.options.fused,
+        link_bits_per_second=job.options.link_bits_per_second,
+        shares_gpu=job.options.share_gpu,
+        patch_file=job.options.patch_file,
+        strategy=job.strategy,
+    )
+
+
+def _checkpoint_flags(
+    options: Options, parallelism: Parallelism, entry: MegatronEntry
+) -> tuple[str, ...]:
+    """Return the flags that save checkpoints; empty if the run saves none."""
+    if options.saving is None:
+        return ()
+    saves_at_stop = options.grace_seconds is not None
+    return saving_flags(options.saving, parallelism, entry, saves_at_stop)
 
 
 def _choose_initial_checkpoint(job: Job, model: Model, entry: MegatronEntry) -> Path | None:
@@ -407,11 +408,16 @@ def initial_checkpoint_path(
     A model with a separate output layer (`untied`), or with noise, has other weights and so another folder.
     An imported model has its own weights, whose folder is returned.
     """
-    if imported := imported_weights_folder(model):
+    imported = imported_weights_folder(model)
+    if imported is not None:
         return imported
-    variants = (*((UNTIED,) if untied else ()), *(("noise",) if options.noisy_start else ()))
-    identity = "\n".join((*model.flags, *variants, str(options.seed), entry.megatron_version))
-    key = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    determinants = list(model.flags)
+    if untied:
+        determinants.append(UNTIED)
+    if options.noisy_start:
+        determinants.append("noise")
+    determinants += (str(options.seed), entry.megatron_version)
+    key = hashlib.sha256("\n".join(determinants).encode()).hexdigest()[:12]
     return options.runs / INITIAL_CHECKPOINTS_FOLDER / f"{model.name}-{key}"
 
 
@@ -421,8 +427,10 @@ def torchrun_command(ranks: int, python: str, nodes: Nodes | None = None) -> tup
     On one machine torchrun chooses a free port. Without `--local-addr` it would give its ranks the machine's
     name as the address of rank 0, and if that name does not resolve, the ranks would try for ever.
     """
-    single_node_flags = ("--standalone", "--local-addr", LOOPBACK, "--nproc-per-node", str(ranks))
-    flags = nodes.torchrun_flags(ranks) if nodes else single_node_flags
+    if nodes:
+        flags = nodes.torchrun_flags(ranks)
+    else:
+        flags = ("--standalone", "--local-addr", LOOPBACK, "--nproc-per-node", str(ranks))
     return (python, "-m", "torch.distributed.run", *flags)
 
 
@@ -434,15 +442,15 @@ def add_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     """
     if runtime.container is None:
         return runtime
-    patch_files = patch_file_paths(options.patch_file.path) if options.patch_file else ()
-    start = options.runs / INITIAL_CHECKPOINTS_FOLDER
-    linked = (start.resolve(),) if start.is_symlink() and start.is_dir() else ()
-    folders = (
-        *(folder for part in parse_blend(data) for folder in data_folders(ROOT / part.prefix)),
-        options.runs.absolute(),
-        *linked,
-        *(path.parent for path in patch_files),
-    )
+    folders: list[Path] = []
+    for part in parse_blend(data):
+        folders += data_folders(ROOT / part.prefix)
+    folders.append(options.runs.absolute())
+    initial_checkpoints = options.runs / INITIAL_CHECKPOINTS_FOLDER
+    if initial_checkpoints.is_symlink() and initial_checkpoints.is_dir():
+        folders.append(initial_checkpoints.resolve())
+    if options.patch_file:
+        folders += [path.parent for path in patch_file_paths(options.patch_file.path)]
     return replace(runtime, container=runtime.container.mounting(*folders))
 
 

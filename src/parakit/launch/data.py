@@ -25,6 +25,7 @@ from parakit.config.run import DeviceKind
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
+    Dataset,
     DatasetError,
     bin_path,
     idx_path,
@@ -78,10 +79,10 @@ _DESCRIPTIONS = "*/*-description.txt"
 def sample_index_folder(runs: Path, paths: Sequence[str]) -> Path:
     """Return the folder of Megatron's sample indices for data sets with their present content.
 
-    Megatron looks up an index by the path of the data set and not by its content, so two data sets that
-    had one name after each other would share an index. An index follows from the `.idx` alone, so the
-    hash of the `.idx` is in the folder's name, and for a blend one hash of all. If a data set cannot be
-    opened, HASH_PLACEHOLDER stands for the hash; only a dry run prints it.
+    Megatron looks up an index by the path of the data set and not by its content. Two data sets that had one
+    name after each other would share an index. An index follows from the `.idx` alone, so the hash of the
+    `.idx` is in the folder's name, and for a blend one hash of all. If a data set cannot be opened,
+    HASH_PLACEHOLDER stands for the hash; only a dry run prints it.
     """
     try:
         hashes = [open_dataset(ROOT / path).index_sha256 for path in paths]
@@ -119,11 +120,12 @@ def choose_data(options: Options, device: DeviceKind) -> tuple[str, tuple[str, .
         LaunchError: The file cannot be read, weights do not fit, or a flag names data sets per split.
     """
     values = values_by_flag(options.extra)
-    if refused := next((flag for flag in _FLAGS_PER_SPLIT if flag in values), None):
-        raise LaunchError(
-            f"EXTRA= has {refused}, and the kit trains on data sets that {SPLIT_FLAG} divides; name them with "
-            "DATA='0.3 a 0.7 b'."
-        )
+    for flag in _FLAGS_PER_SPLIT:
+        if flag in values:
+            raise LaunchError(
+                f"EXTRA= has {flag}, and the kit trains on data sets that {SPLIT_FLAG} divides; name them with "
+                "DATA='0.3 a 0.7 b'."
+            )
     data_arguments = values.get(DATA_FLAG, [])
     if DATA_FILE_FLAG in values:
         data_arguments = _read_data_file(" ".join(values[DATA_FILE_FLAG]))
@@ -161,21 +163,37 @@ def choose_split_flags(data: str, flags: Sequence[str], seq_length: int) -> tupl
     a run report the last case.
     """
     model_flags = Flags(flags)
+    model_split = (SPLIT_FLAG, model_flags.text(SPLIT_FLAG))
     evaluates = model_flags.integer(EVAL_ITERATIONS_FLAG, 1) > 0
     try:
         datasets = [open_dataset(ROOT / part.prefix) for part in parse_blend(data)]
-        splits: list[tuple[str, ...]] = [(SPLIT_FLAG, model_flags.text(SPLIT_FLAG))]
-        splits += [usable_split_flags(dataset, seq_length, evaluates) for dataset in datasets]
-        for split in filter(None, splits):
-            still_evaluates = evaluates and EVAL_ITERATIONS_FLAG not in split
-            if not any(
-                unusable_parts(dataset, split[1], seq_length, still_evaluates)
-                for dataset in datasets
-            ):
-                return () if split is splits[0] else split
+        if _split_fits(model_split, datasets, seq_length, evaluates=evaluates):
+            return ()
+        for dataset in datasets:
+            split = usable_split_flags(dataset, seq_length, evaluates)
+            if split and _split_fits(split, datasets, seq_length, evaluates=evaluates):
+                return split
     except DatasetError:
         pass
     return ()
+
+
+def _split_fits(
+    split_flags: tuple[str, ...], datasets: Sequence[Dataset], seq_length: int, *, evaluates: bool
+) -> bool:
+    """Return True if each part of each data set has samples with a split, as far as the run reads the part.
+
+    Args:
+        split_flags: `--split` and its value, perhaps followed by the flag that switches evaluation off.
+        datasets: The data sets.
+        seq_length: Tokens per sample.
+        evaluates: Whether the run evaluates unless `split_flags` switch that off.
+    """
+    _, split, *other_flags = split_flags
+    still_evaluates = evaluates and EVAL_ITERATIONS_FLAG not in other_flags
+    return not any(
+        unusable_parts(dataset, split, seq_length, still_evaluates) for dataset in datasets
+    )
 
 
 def make_sample(prefix: str, console: Console) -> bool:

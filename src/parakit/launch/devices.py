@@ -49,7 +49,9 @@ THROTTLE_REASONS = {
     0x200: "board limit",
     0x400: "reliability voltage",
 }
-"""Bits of `nvmlClocksEventReasons`. Bit 0, an idle GPU, is no throttling and is left out."""
+"""Bits of `nvmlClocksEventReasons`, without the bit of an idle GPU, which is no throttling."""
+
+_IDLE_BIT = 0x1
 
 DeviceSample = Mapping[str, Any]
 """What one device reports: values by column of `samples.csv`, without columns that it does not report."""
@@ -99,8 +101,12 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]
 
 def memory_used_bytes(gpu: Gpu) -> int:
     """Return the bytes that all processes use, as nvidia-smi shows them: without the driver's reserve."""
-    ask, handle = pynvml.nvmlDeviceGetMemoryInfo, gpu.handle
-    memory = _call_if_supported(partial(ask, handle, version=pynvml.nvmlMemory_v2)) or ask(handle)
+    handle = gpu.handle
+    # Only the second version of the answer leaves the reserve out; old drivers know the first alone.
+    query = partial(pynvml.nvmlDeviceGetMemoryInfo, handle, version=pynvml.nvmlMemory_v2)
+    memory = _call_if_supported(query)
+    if memory is None:
+        memory = pynvml.nvmlDeviceGetMemoryInfo(handle)
     return int(memory.used)
 
 
@@ -209,17 +215,24 @@ def _describe_link(first: int, second: int, gpu: Gpu, peer: Gpu) -> DeviceLink:
     except pynvml.NVMLError:
         return DeviceLink(first, second)
     nearest = _call_if_supported(pynvml.nvmlDeviceGetTopologyCommonAncestor, handle, peer_handle)
-    has_nvlink = _can_access(handle, peer_handle, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
-    nvlinks = None if has_nvlink is None else 0
-    if has_nvlink:
-        # A link may lead to the other GPU, or to the switch between the two.
-        bus_id = pynvml.nvmlDeviceGetPciInfo(peer_handle).busId
-        links = range(pynvml.NVML_NVLINK_MAX_LINKS)
-        nvlinks = sum(
-            bool(_call_if_supported(_link_leads_to, handle, link, bus_id)) for link in links
-        )
     topology = None if nearest is None else TOPOLOGY.get(nearest)
+    nvlinks = _count_nvlinks(handle, peer_handle)
     return DeviceLink(first, second, topology, nvlinks, _can_access(handle, peer_handle, P2P_READ))
+
+
+def _count_nvlinks(handle: Any, peer: Any) -> int | None:
+    """Return the number of a GPU's NVLinks to its peer, or to the switch between them; None if not reported."""
+    has_nvlink = _can_access(handle, peer, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    if has_nvlink is None:
+        return None
+    if not has_nvlink:
+        return 0
+    bus_id = pynvml.nvmlDeviceGetPciInfo(peer).busId
+    num_links = 0
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        if _call_if_supported(_link_leads_to, handle, link, bus_id):
+            num_links += 1
+    return num_links
 
 
 def _can_access(handle: Any, peer: Any, ability: int) -> bool | None:
@@ -247,41 +260,50 @@ def _link_leads_to(handle: Any, link: int, bus_id: str) -> bool:
 
 
 def make_cpu_sampler(
-    by_rank: Callable[[], Mapping[int, psutil.Process]],
+    find_by_rank: Callable[[], Mapping[int, psutil.Process]],
 ) -> Callable[[], Iterator[tuple[int, DeviceSample]]]:
     """Return a function that yields rank and sample of each CPU rank: use of its core, resident memory.
 
     `find_by_rank` returns the rank processes that live now.
     """
-    known: dict[int, psutil.Process] = {}
+    known_processes: dict[int, psutil.Process] = {}
 
-    def read() -> Iterator[tuple[int, DeviceSample]]:
-        for rank, process in sorted(by_rank().items()):
-            # cpu_percent measures since its last call, so the process object must be kept.
-            same = known.setdefault(rank, process)
+    def sample_ranks() -> Iterator[tuple[int, DeviceSample]]:
+        for rank, process in sorted(find_by_rank().items()):
+            # cpu_percent measures since its last call on the same object, so the first object is kept.
+            known_process = known_processes.setdefault(rank, process)
             with suppress(psutil.Error):
-                reading = {
+                sample = {
                     "device": processor_name(),
-                    "utilisation_percent": same.cpu_percent(),
-                    "memory_bytes": same.memory_info().rss,
+                    "utilisation_percent": known_process.cpu_percent(),
+                    "memory_bytes": known_process.memory_info().rss,
                 }
-                yield rank, reading
+                yield rank, sample
 
-    return read
+    return sample_ranks
 
 
 def sample_gpus(gpus: Sequence[Gpu], first: int = 0) -> Iterator[tuple[int, DeviceSample]]:
     """Yield rank and sample of each GPU; the first GPU's rank is `first`. A GPU that was lost yields nothing."""
     for rank, gpu in enumerate(gpus, start=first):
-        if (handle := _call_if_supported(lambda gpu=gpu: gpu.handle)) is not None:
-            yield rank, {"device": gpu.name, **_sample_gpu(gpu, handle)}
+        try:
+            handle = gpu.handle
+        except pynvml.NVMLError:
+            continue
+        yield rank, {"device": gpu.name, **_sample_gpu(gpu, handle)}
 
 
 def name_throttle_reasons(bits: int) -> str:
-    """Return the names of the reasons in NVML's bit mask, joined by ` + `; `none` if no bit is set."""
+    """Return the names of the reasons in NVML's bit mask, joined by ` + `; `none` if no bit is set.
+
+    Bits without a name are written as one hexadecimal number.
+    """
     names = [name for bit, name in THROTTLE_REASONS.items() if bits & bit]
-    unknown = bits & ~(0x1 | sum(THROTTLE_REASONS))
-    return " + ".join((*names, *((f"{unknown:#x}",) if unknown else ()))) or "none"
+    named_bits = _IDLE_BIT | sum(THROTTLE_REASONS)
+    unnamed_bits = bits & ~named_bits
+    if unnamed_bits:
+        names.append(f"{unnamed_bits:#x}")
+    return " + ".join(names) or "none"
 
 
 def _sample_gpu(gpu: Gpu, handle: Any) -> DeviceSample:
@@ -303,8 +325,9 @@ def _sample_gpu(gpu: Gpu, handle: Any) -> DeviceSample:
 def _read_throttle_bits(handle: Any) -> Any:
     """Return NVML's bit mask of throttle reasons; drivers before 535 only know the older function."""
     bits = _call_if_supported(pynvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
-    # Drivers before 535 know the older name alone.
-    return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle) if bits is None else bits
+    if bits is not None:
+        return bits
+    return pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
 
 
 if __name__ == "__main__":

@@ -104,24 +104,18 @@ def run_ranks(
     if launch.job.options.ledger:
         environment[variables.LEDGER] = relative_to_root(folder / records.LEDGER_FOLDER)
     make_command = launch.warm_command if launch.warm else launch.command
+    command = make_command(relative_to_root(folder))
     container = launch.runtime.container
     engine = container.program if container is not None and container.has_engine else None
+    samples = log.with_name(records.SAMPLES_FILE)
     with defer_stop_requests():
         try:
             with (
                 keep_filled_stacks(stacks, clear_up=folder == log.parent),
                 # The log is opened before the ranks start: somebody may remove the folder later.
                 closing(LogFollower(log, log.stat().st_size)) as follower,
-                RankProcesses(
-                    make_command(relative_to_root(folder)),
-                    environment,
-                    log,
-                    engine,
-                    launch.warm,
-                ) as ranks,
-                DeviceSampler(
-                    _make_device_sampler(launch, ranks), log.with_name(records.SAMPLES_FILE)
-                ),
+                RankProcesses(command, environment, log, engine, launch.warm) as ranks,
+                DeviceSampler(_make_device_sampler(launch, ranks), samples),
             ):
                 exit_code = _follow_ranks(launch, log, folder, ranks, follower, progress, group)
         except BaseException as error:
@@ -158,16 +152,7 @@ def _follow_ranks(
             exit_status.raise_if_container_ended(log.parent, ranks, exit_code)
         if exit_code is not None:
             return exit_code
-        try:
-            raise_if_stop_requested()
-        except Interrupted:
-            if launch.saves_at_stop:
-                grace_seconds = choose_grace_seconds(launch.job.options.grace_seconds, log)
-                progress.say(
-                    f"asked to stop; its ranks get {grace_seconds:.0f} s for a last checkpoint"
-                )
-                ranks.let_save(grace_seconds)
-            raise
+        _raise_if_asked_to_stop(launch, log, ranks, progress)
         if group.find_failure():
             return ENDED_EARLY
         if group.is_hanging(watch.is_hanging(log)):
@@ -180,49 +165,81 @@ def _follow_ranks(
         time.sleep(POLL_SECONDS)
 
 
+def _raise_if_asked_to_stop(
+    launch: Launch, log: Path, ranks: RankProcesses, progress: RunProgress
+) -> None:
+    """Raise if a request to stop has come, after the ranks had time to save a last checkpoint if they save any.
+
+    Raises:
+        Interrupted: A request has come.
+    """
+    try:
+        raise_if_stop_requested()
+    except Interrupted:
+        if launch.saves_at_stop:
+            grace_seconds = choose_grace_seconds(launch.job.options.grace_seconds, log)
+            progress.say(
+                f"asked to stop; its ranks get {grace_seconds:.0f} s for a last checkpoint"
+            )
+            ranks.let_save(grace_seconds)
+        raise
+
+
 def _train_and_complete(
     folder: Path, launch: Launch, console: Console, title: str, group: NodeGroup
 ) -> records.StatusRecord:
-    """Train in an existing run folder and write the final status, whether training succeeds or fails."""
+    """Train in an existing run folder and write the final status, whether training succeeds or fails.
+
+    No status is written if somebody has removed the folder.
+    """
     started = time.monotonic()
     kills_before = exit_status.count_memory_kills()
-    exit_code: int | None = None
-    is_interrupted = is_removed = False
-    ended_error: EndedRunError | None = None
     disk = exit_status.DiskWatch(folder)
+
+    def complete(
+        exit_code: int | None, cause: records.StatusRecord | None, *, interrupted: bool = False
+    ) -> records.StatusRecord:
+        status = exit_status.classify_exit(
+            folder, exit_code, interrupted, kills_before, disk.exhausted_resource
+        )
+        if cause is not None:
+            status = replace(status, status=cause.status, reason=cause.reason, rank=cause.rank)
+        return _write_final_status(folder, status, time.monotonic() - started)
+
     try:
         with disk:
             exit_code = _train_with_checkpoints(launch, folder, console, title, group)
-    except EndedRunError as error:
-        ended_error = error
-    except Interrupted:
-        is_interrupted = True
-        raise
     except FolderRemovedError:
-        is_removed = True
+        # There is no folder to which a status could be written.
         raise
-    finally:
-        if not is_removed:
-            status = exit_status.classify_exit(
-                folder, exit_code, is_interrupted, kills_before, disk.exhausted_resource
-            )
-            cause = group.cause
-            if ended_error:
-                cause = records.StatusRecord(
-                    ended_error.status, None, str(ended_error), ended_error.rank
-                )
-            if cause and not is_interrupted:
-                status = replace(status, status=cause.status, reason=cause.reason, rank=cause.rank)
-            try:
-                status = exit_status.write_final_status(folder, status, time.monotonic() - started)
-            except OSError as error:
-                raise LaunchError(
-                    f"{folder} could not be completed ({error.strerror}); the run ended "
-                    f"'{status.status}'. Free some room before the next one."
-                ) from error
-            if is_interrupted:  # In all other cases the caller prints the outcome.
-                console.print(exit_status.format_outcome(folder, status), highlight=False)
-    return status
+    except EndedRunError as error:
+        return complete(None, records.StatusRecord(error.status, None, str(error), error.rank))
+    except Interrupted:
+        status = complete(None, None, interrupted=True)
+        # In all other cases the caller prints the outcome.
+        console.print(exit_status.format_outcome(folder, status), highlight=False)
+        raise
+    except BaseException:
+        complete(None, group.cause)
+        raise
+    return complete(exit_code, group.cause)
+
+
+def _write_final_status(
+    folder: Path, status: records.StatusRecord, wall_seconds: float
+) -> records.StatusRecord:
+    """Write the final status of a run, and return the status as it was written.
+
+    Raises:
+        LaunchError: The disk is full in spite of the room that was held.
+    """
+    try:
+        return exit_status.write_final_status(folder, status, wall_seconds)
+    except OSError as error:
+        raise LaunchError(
+            f"{folder} could not be completed ({error.strerror}); the run ended "
+            f"'{status.status}'. Free some room before the next one."
+        ) from error
 
 
 def _train_with_checkpoints(

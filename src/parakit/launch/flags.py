@@ -48,26 +48,36 @@ def runtime_flags(
 
     Flags that would disable the patches of `FUSED=` are left out.
     """
-    flags: tuple[str, ...] = ()
-    if device is DeviceKind.CPU:
-        flags = read_args_file(RUNTIMES / "cpu.args")
-        if parallelism.sharding.is_megatron_fsdp:
-            # Megatron-FSDP divides gradients in the reduction with PREMUL_SUM, which gloo does not have.
-            flags = (*flags, "--no-gradient-reduce-div-fusion")
-    elif not runtime.transformer_engine:
-        flags = read_args_file(RUNTIMES / "host.args")
-    elif not runtime.apex:
-        # The output layer is Megatron's own even with Transformer Engine, and its fusion needs Apex.
-        flags = ("--no-gradient-accumulation-fusion",)
+    left_out = set(dropped_flags(options.fused))
     # Megatron core computes GELU's tanh approximation only with the bias-GELU fusion.
-    exact_gelu = (EXACT_GELU,) if TANH_GELU in model.flags else ()
-    dropped = (*dropped_flags(options.fused), *exact_gelu)
+    if TANH_GELU in model.flags:
+        left_out.add(EXACT_GELU)
+    flags = [flag for flag in _device_flags(device, parallelism, runtime) if flag not in left_out]
     # Grouped GEMM is a kernel of Transformer Engine, and Megatron f4fa7d6b has it in bf16 only.
     has_grouped_gemm = (
         device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
     )
-    grouped_gemm = ("--moe-grouped-gemm",) if model.shape.experts and has_grouped_gemm else ()
-    return (*(flag for flag in flags if flag not in dropped), *grouped_gemm)
+    if model.shape.experts and has_grouped_gemm:
+        flags.append("--moe-grouped-gemm")
+    return tuple(flags)
+
+
+def _device_flags(
+    device: DeviceKind, parallelism: Parallelism, runtime: Runtime
+) -> tuple[str, ...]:
+    """Return the flags that every model needs on a device and a runtime; empty in NVIDIA's image."""
+    if device is DeviceKind.CPU:
+        flags = read_args_file(RUNTIMES / "cpu.args")
+        if parallelism.sharding.is_megatron_fsdp:
+            # Megatron-FSDP divides gradients in the reduction with PREMUL_SUM, which gloo does not have.
+            return (*flags, "--no-gradient-reduce-div-fusion")
+        return flags
+    if not runtime.transformer_engine:
+        return read_args_file(RUNTIMES / "host.args")
+    if not runtime.apex:
+        # The output layer is Megatron's own even with Transformer Engine, and its fusion needs Apex.
+        return ("--no-gradient-accumulation-fusion",)
+    return ()
 
 
 def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str, ...]:
@@ -79,12 +89,13 @@ def sharding_flags(parallelism: Parallelism, entry: MegatronEntry) -> tuple[str,
     """
     if not parallelism.sharding.is_megatron_fsdp:
         return ()
-    version = parse_release(entry.megatron_version)
-    needs_overlap = not parallelism.sharding.shards_weights and version < (0, 16)
-    return (
-        *(("--use-distributed-optimizer",) if version < (0, 18) else ()),
-        *(("--overlap-grad-reduce",) if needs_overlap else ()),
-    )
+    release = parse_release(entry.megatron_version)
+    flags = []
+    if release < (0, 18):
+        flags.append("--use-distributed-optimizer")
+    if release < (0, 16) and not parallelism.sharding.shards_weights:
+        flags.append("--overlap-grad-reduce")
+    return tuple(flags)
 
 
 def initial_checkpoint_flags(
@@ -148,15 +159,20 @@ def environment_for(
         environment["WANDB_MODE"] = options.wandb.mode  # Read by W&B's client in the ranks.
     if options.share_gpu:
         environment["NCCL_MULTI_RANK_GPU_ENABLE"] = "1"
+    return environment | _patch_variables(options)
+
+
+def _patch_variables(options: Options) -> dict[str, str]:
+    """Return the environment variables that tell the ranks which patches to apply to Megatron, without empty ones."""
     patch_file = options.patch_file
-    optional = {
+    texts = {
         variables.FUSED: ",".join(options.fused),
         variables.SHARE_GPU: "1" if options.share_gpu else "",
         variables.PATCH_FILE: patch_file.path if patch_file else "",
         variables.PATCH_FILE_SHA256: patch_file.sha256 if patch_file else "",
         variables.ALLOW_UNKNOWN_MEGATRON: "1" if options.allow_unknown_megatron else "",
     }
-    return environment | {name: text for name, text in optional.items() if text}
+    return {name: text for name, text in texts.items() if text}
 
 
 def optimizer_flags(name: OptimizerName, megatron_version: str) -> tuple[str, ...]:

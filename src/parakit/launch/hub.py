@@ -100,12 +100,13 @@ def _find_run_source(run: str) -> _ExportSource:
     folder = ROOT / run
     if folder.parent == HUB:
         model = load_model(folder.name)
+        shape, flags = model.shape, model.flags
         checkpoint = HUB / model.name / "checkpoint" / "iter_0000001"
-        flags, shape = model.flags, model.shape
     else:
         record = read_named_run(folder)
-        checkpoint, flags = select_checkpoint(folder).checkpoint.path, record.argv
-        model, shape = load_model(record.spec.model), record.spec.shape
+        model = load_model(record.spec.model)
+        shape, flags = record.spec.shape, record.argv
+        checkpoint = select_checkpoint(folder).checkpoint.path
     weights = imported_weights_folder(model)
     return _ExportSource(checkpoint, flags, shape, weights.parent if weights else None)
 
@@ -124,8 +125,7 @@ def _find_checkpoint_source(ckpt: str) -> _ExportSource:
             f"CKPT={ckpt} is of the format {contents.format}, whose weights are not exported here; load it "
             f"with Megatron and save it with --ckpt-format torch_dist; {MEGATRON_BRIDGE}."
         )
-    problem = next(iter(find_problems(contents)), None)
-    if problem:
+    for problem in find_problems(contents):
         raise LaunchError(f"CKPT={ckpt} is not complete: {problem}")
     if contents.spec is None:
         raise LaunchError(f"CKPT={ckpt} holds no arguments that define a model; {MEGATRON_BRIDGE}.")
@@ -142,6 +142,8 @@ def _find_checkpoint_source(ckpt: str) -> _ExportSource:
 def fetch_model_folder(name: str) -> Path:
     """Return the folder `name`, or the downloaded files of the hub's model of that name.
 
+    A name that is not in the form of the hub's names is returned as a folder, even if there is none.
+
     Raises:
         LaunchError: There is no such folder, and the hub does not give such a model.
     """
@@ -151,9 +153,9 @@ def fetch_model_folder(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
-    patterns = ("*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "LICENSE*")
+    patterns = ["*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "LICENSE*"]
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise LaunchError(

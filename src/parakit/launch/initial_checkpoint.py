@@ -43,6 +43,8 @@ from parakit.logs import diagnose_log
 _WITHOUT_LOSS = ("sinkhorn", "quantile_balancing")
 """Ways to balance a router for which Megatron refuses an auxiliary loss."""
 
+_ROOT_USER = 0
+
 RunLaunch = Callable[[Launch, Path], int]
 """A function that trains a launch on one rank, writes the output to a log, and returns the exit code."""
 
@@ -67,19 +69,19 @@ def ensure_initial_checkpoint(
     # A resumed run loads its own checkpoint instead.
     if path is None or launch.resume_point:
         return None
-    exists = path.is_dir()
-    if exists:
+    flaw = None
+    if path.is_dir():
         check_owner(path)
         flaw = _find_initial_flaw(path)
         if flaw is None:
             return path
     if path == imported_weights_folder(launch.model):
-        problem = f"have changed since they were imported ({flaw})" if exists else "are not there"
+        problem = f"have changed since they were imported ({flaw})" if flaw else "are not there"
         raise LaunchError(
             f"The weights {relative_to_root(path)} {problem}; remove the model's folder and run 'make import-hf' "
             "again."
         )
-    if exists:
+    if flaw is not None:
         renamed = rename_damaged(path)
         console.print(
             f"The starting checkpoint {relative_to_root(path)} has changed since it was written ({flaw}); it "
@@ -135,8 +137,9 @@ def _find_initial_flaw(folder: Path) -> str | None:
     stored = find_checkpoints(folder)
     if not stored or stored[0].iteration != read_finished_iteration(folder):
         return f"it holds no checkpoint, or {TRACKER_FILE} names another"
-    flaw = find_flaw(stored[0])
-    return f"{stored[0].path.name}: {flaw}" if flaw else None
+    checkpoint = stored[0]
+    flaw = find_flaw(checkpoint)
+    return f"{checkpoint.path.name}: {flaw}" if flaw else None
 
 
 def check_owner(folder: Path) -> None:
@@ -150,15 +153,17 @@ def check_owner(folder: Path) -> None:
     """
     for path in (folder, *folder.rglob("*")):
         file_status = path.lstat()
-        is_world_writable = not path.is_symlink() and file_status.st_mode & stat.S_IWOTH
-        if file_status.st_uid not in (os.geteuid(), 0) or is_world_writable:
-            owner = (
-                f"user {file_status.st_uid}'s" if not is_world_writable else "writable by everybody"
-            )
-            raise LaunchError(
-                f"{path} is {owner}, and a checkpoint can run code when it is loaded; remove it, or "
-                "name a folder of your own with RUNS=."
-            )
+        # The permissions of a symbolic link itself mean nothing.
+        if not path.is_symlink() and file_status.st_mode & stat.S_IWOTH:
+            owner = "writable by everybody"
+        elif file_status.st_uid not in (os.geteuid(), _ROOT_USER):
+            owner = f"user {file_status.st_uid}'s"
+        else:
+            continue
+        raise LaunchError(
+            f"{path} is {owner}, and a checkpoint can run code when it is loaded; remove it, or "
+            "name a folder of your own with RUNS=."
+        )
 
 
 def _compose_writer(launch: Launch, folder: Path) -> Launch:
@@ -166,35 +171,11 @@ def _compose_writer(launch: Launch, folder: Path) -> Launch:
 
     With learning rate 0 the saved weights are the initial ones.
     """
-    flags = Flags(launch.flags)
-    router = Flags(launch.model.flags).text("--moe-router-load-balancing-type")
-    flags_to_save = format_flags(
-        {
-            "--lr": 0,
-            "--min-lr": 0,
-            "--exit-interval": 1,
-            "--save": relative_to_root(folder),
-            "--save-interval": 1,
-            "--ckpt-format": "torch_dist",
-            "--no-save-optim": True,
-            "--no-save-rng": True,
-            UNTIED: UNTIED in launch.flags,
-            # The rank does not get the run's EXTRA=, but the split that the kit chose for a small data set.
-            # The model's own split might leave a part of the data set empty.
-            **{
-                name: flags.text(name)
-                for name in (SPLIT_FLAG, EVAL_ITERATIONS_FLAG)
-                if flags.has(name)
-            },
-            # The model's file may have an auxiliary loss that the run's EXTRA= switches off.
-            "--moe-aux-loss-coeff": 0 if router in _WITHOUT_LOSS else None,
-        }
-    )
     single_rank_options = replace(
         launch.job.options,
         shared_start=False,
         ledger=False,
-        extra=flags_to_save,
+        extra=_flags_to_save(launch, folder),
         micro_batch_size=1,
         global_batch_size=1,
         dropout=None,
@@ -209,9 +190,33 @@ def _compose_writer(launch: Launch, folder: Path) -> Launch:
     job = Job("baseline", launch.model, 1, launch.spec.device, single_rank_options)
     composed = compose_launch(job, launch.runtime)
     assert composed.spec.batch == Batch(1, 1)
-    noise = (
-        {variables.START_NOISE: str(single_rank_options.seed)}
-        if single_rank_options.noisy_start
-        else {}
-    )
-    return replace(composed, warm=launch.warm, environment=composed.environment | noise)
+    environment = dict(composed.environment)
+    if single_rank_options.noisy_start:
+        environment[variables.START_NOISE] = str(single_rank_options.seed)
+    return replace(composed, warm=launch.warm, environment=environment)
+
+
+def _flags_to_save(launch: Launch, folder: Path) -> tuple[str, ...]:
+    """Return the flags with which one rank saves the initial weights of a launch's model to `folder`, and ends."""
+    values: dict[str, object] = {
+        "--lr": 0,
+        "--min-lr": 0,
+        "--exit-interval": 1,
+        "--save": relative_to_root(folder),
+        "--save-interval": 1,
+        "--ckpt-format": "torch_dist",
+        "--no-save-optim": True,
+        "--no-save-rng": True,
+        UNTIED: UNTIED in launch.flags,
+    }
+    # The rank does not get the run's EXTRA=, but the split that the kit chose for a small data set.
+    # The model's own split might leave a part of the data set empty.
+    run_flags = Flags(launch.flags)
+    for name in (SPLIT_FLAG, EVAL_ITERATIONS_FLAG):
+        if run_flags.has(name):
+            values[name] = run_flags.text(name)
+    # The model's file may have an auxiliary loss that the run's EXTRA= switches off.
+    router = Flags(launch.model.flags).text("--moe-router-load-balancing-type")
+    if router in _WITHOUT_LOSS:
+        values["--moe-aux-loss-coeff"] = 0
+    return format_flags(values)

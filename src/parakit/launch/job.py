@@ -140,15 +140,17 @@ def parse_target(name: str, options: Options = NO_OPTIONS) -> Job:
         raise LaunchError(
             f"Target '{name}' is not train-<strategy>-<model>-<N>gpu or …<N>cpu; {_suggest_targets(name)}."
         )
-    model_file = options.model if options.model and is_model_file(options.model) else None
-    file_model = model_name_of_file(model_file) if model_file else None
+    model_file = file_model = None
+    if options.model and is_model_file(options.model):
+        model_file, file_model = options.model, model_name_of_file(options.model)
     strategy, model = _split_strategy_and_model(match["middle"], name, file_model)
     if file_model not in (None, model):
         raise LaunchError(
             f"Target '{name}' is of {model}, and MODEL= is a file of {file_model}; name '{file_model}' in the "
             "target, or leave MODEL= out."
         )
-    return Job(strategy, load_model(model, model_file), *parse_devices(match["devices"]), options)
+    devices, device = parse_devices(match["devices"])
+    return Job(strategy, load_model(model, model_file), devices, device, options)
 
 
 def parse_devices(text: str, variable: str = "") -> tuple[int, DeviceKind]:
@@ -169,12 +171,13 @@ def list_example_targets() -> tuple[str, ...]:
 
     An error message about an unknown target suggests the nearest of these names.
     """
-    return tuple(
-        f"train-{strategy}-{model}-{1 if strategy == 'baseline' else 2}{device}"
-        for model in model_names()
-        for strategy in PUBLISHED_STRATEGIES
-        for device in DeviceKind
-    )
+    targets = []
+    for model in model_names():
+        for strategy in PUBLISHED_STRATEGIES:
+            num_devices = 1 if strategy == "baseline" else 2
+            for device in DeviceKind:
+                targets.append(f"train-{strategy}-{model}-{num_devices}{device}")
+    return tuple(targets)
 
 
 def _split_strategy_and_model(middle: str, name: str, file_model: str | None) -> tuple[str, str]:
@@ -188,7 +191,10 @@ def _split_strategy_and_model(middle: str, name: str, file_model: str | None) ->
     Raises:
         LaunchError: The model is unknown, or the strategy is not in the grammar.
     """
-    names = (*model_names(), *MODEL_ALIASES, *([file_model] if file_model else []))
+    names = [*model_names(), *MODEL_ALIASES]
+    if file_model:
+        names.append(file_model)
+    # The longest name is tried first, because one model's name may end in another's.
     for model in sorted(names, key=len, reverse=True):
         if middle.endswith(f"-{model}"):
             strategy = middle.removesuffix(f"-{model}")
@@ -219,8 +225,6 @@ def _check_strategy(strategy: str) -> None:
 def _suggest_targets(name: str) -> str:
     """Return the last clause of an error message: the targets with similar names, or how to list all targets."""
     near = difflib.get_close_matches(name, (*list_example_targets(), *ALIASES), n=3, cutoff=0.3)
-    return (
-        f"the nearest are {', '.join(near)}"
-        if near
-        else "'make help' lists targets, 'make list' models and strategies"
-    )
+    if not near:
+        return "'make help' lists targets, 'make list' models and strategies"
+    return f"the nearest are {', '.join(near)}"

@@ -60,22 +60,28 @@ def measure_link(nodes: Nodes | None = None) -> dict[str, Any] | None:
     """
     gpus = visible_gpus()
     device = DeviceKind.GPU if gpus else DeviceKind.CPU
-    ranks = 1 if nodes else len(gpus) or CPU_RANKS
-    interface = _find_interface_to_node_0(nodes) if nodes else None
+    local_ranks, num_nodes, interface = len(gpus) or CPU_RANKS, 1, None
+    if nodes:
+        local_ranks, num_nodes, interface = 1, nodes.count, _find_interface_to_node_0(nodes)
     variables = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     with ClockWatch(gpus) as watch:
-        figures = microbenchmark.run_workload(WORKLOADS[device], device, ranks, nodes, variables)
+        figures = microbenchmark.run_workload(
+            WORKLOADS[device], device, local_ranks, nodes, variables
+        )
     if figures is None:
         return None
-    link, rate = _describe_network_link(interface) if nodes else identify_local_link(gpus[:ranks])
+    if nodes:
+        link, link_rate = _describe_network_link(interface)
+    else:
+        link, link_rate = identify_local_link(gpus[:local_ranks])
     return {
         "backend": "NCCL" if gpus else "gloo",
-        "ranks": ranks * (nodes.count if nodes else 1),
+        "ranks": local_ranks * num_nodes,
         # Bytes per second that each rank sends in a ring; None for a single rank.
         "bytes_per_second": figures.all_reduce_bytes_per_second,
         "link": link,
         # The link's rate in one direction; None if it is not known.
-        "link_bytes_per_second": rate,
+        "link_bytes_per_second": link_rate,
         "nodes": figures.nodes,
         # The rate between each node and the next one, while the other nodes wait.
         "pairs": figures.pair_bytes_per_second,
@@ -91,11 +97,13 @@ def identify_local_link(gpus: Sequence[Gpu]) -> tuple[str, float | None]:
     if not gpus:
         return "TCP over loopback", measure_loopback_bytes_per_second()
     links = find_links(gpus)
+    if not links:
+        return "nothing: one GPU", None
     device = find_device(gpus[0].name)
-    if links and all(link.nvlinks for link in links) and device is not None:
+    if device is not None and all(link.nvlinks for link in links):
         nvlink = link_by_key(device.link)
         return nvlink.name, nvlink.bytes_per_second
-    return ("PCIe", None) if links else ("nothing: one GPU", None)
+    return "PCIe", None
 
 
 def measure_loopback_bytes_per_second() -> float:
@@ -135,13 +143,16 @@ class ClockWatch(BackgroundThread):
 
 def _summarize_clocks(gpu: Gpu, samples: Sequence[DeviceSample]) -> dict[str, Any]:
     """Return the highest clock, the clock limit and the throttling reasons of one GPU over its samples."""
-    clocks = (sample["sm_clock_mhz"] for sample in samples if "sm_clock_mhz" in sample)
-    texts = (sample.get("throttle_reasons", "none") for sample in samples)
-    reasons = dict.fromkeys(reason for text in texts for reason in text.split(" + "))
+    clocks_mhz = [sample["sm_clock_mhz"] for sample in samples if "sm_clock_mhz" in sample]
+    # The keys are a set that keeps the order in which the reasons came.
+    reasons: dict[str, None] = {}
+    for sample in samples:
+        for reason in sample.get("throttle_reasons", "none").split(" + "):
+            reasons[reason] = None
     reasons.pop("none", None)
     return {
         "gpu": gpu.index,
-        "highest_mhz": max(clocks, default=None),
+        "highest_mhz": max(clocks_mhz, default=None),
         "limit_mhz": clock_limit_mhz(gpu),
         "throttling": " + ".join(reasons) or "none",
     }
@@ -156,14 +167,16 @@ def _send_bytes(address: tuple[str, int]) -> None:
 
 
 def _describe_network_link(interface: str | None) -> tuple[str, float | None]:
-    """Return the name of the network card and its bytes per second; Linux reports its speed in Mbit/s.
+    """Return the name of the network card and its bytes per second.
 
     Without an interface the link is called `the network`. The rate is None if the card does not report it.
     """
     if interface is None:
         return "the network", None
-    speed = psutil.net_if_stats()[interface].speed
-    return f"network card {interface}", speed * 1e6 / 8 if speed else None
+    megabits_per_second = psutil.net_if_stats()[interface].speed
+    # Linux reports 0 for an unknown speed.
+    bytes_per_second = megabits_per_second * 1e6 / 8 if megabits_per_second else None
+    return f"network card {interface}", bytes_per_second
 
 
 def _find_interface_to_node_0(nodes: Nodes) -> str | None:
@@ -176,9 +189,8 @@ def _find_interface_to_node_0(nodes: Nodes) -> str | None:
 
 if __name__ == "__main__":
     try:
-        measured = measure_link(
-            parse_nodes(Namespace(**parse_settings(settings.NODE_SETTINGS, os.environ)))
-        )
+        node_variables = Namespace(**parse_settings(settings.NODE_SETTINGS, os.environ))
+        measured = measure_link(parse_nodes(node_variables))
     except ValueError as error:
         print(json.dumps({"problem": str(error)}))
         sys.exit(1)

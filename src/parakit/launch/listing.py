@@ -66,14 +66,14 @@ MEANING = {
 def print_list(console: Console) -> None:
     """Print the models, the strategies, and what this machine can run."""
     gpus = visible_gpus()
-    memory = psutil.virtual_memory()
+    available_bytes = psutil.virtual_memory().available
+    machine = f"{len(gpus)} × {gpus[0].name}" if gpus else "no GPU"
     console.print(
-        f"This machine: {psutil.cpu_count()} cores, {gib(memory.available, 0)} GiB free, "
-        f"{f'{len(gpus)} × {gpus[0].name}' if gpus else 'no GPU'}.",
+        f"This machine: {psutil.cpu_count()} cores, {gib(available_bytes, 0)} GiB free, {machine}.",
         highlight=False,
     )
     models = sorted(map(load_model, model_names()), key=lambda model: total_parameters(model.shape))
-    console.print(rich_table(_models_table(models, memory.available, gpus), console.width))
+    console.print(rich_table(_models_table(models, available_bytes, gpus), console.width))
     console.print(_describe_vocabulary_sizes(models), highlight=False)
     console.print(_describe_batch_scaling(models[0]), highlight=False)
     for name, size in PUBLISHED_SIZES.items():
@@ -87,11 +87,16 @@ def print_list(console: Console) -> None:
     mixtures = _experts_table([model for model in models if model.shape.experts])
     console.print(rich_table(mixtures.fitting(console.width)))
     console.print(rich_table(_strategies_table(), console.width))
+    _print_example_targets(len(gpus), console)
+
+
+def _print_example_targets(num_gpus: int, console: Console) -> None:
+    """Print the grammar of training targets, and examples that this machine can run."""
     console.print("Targets: make train-<strategy>-<model>-<N>gpu or -<N>cpu, for example")
     for target in ("tp2-gpt2-tiny-2cpu", "ep2-moe-tiny-2cpu"):
         console.print(f"  make train-{target}", highlight=False)
     gpu_target = "make train-tp2-gpt2-large-2gpu"
-    if len(gpus) >= 2:
+    if num_gpus >= 2:
         console.print(f"  {gpu_target}", highlight=False)
     else:
         console.print(
@@ -102,9 +107,11 @@ def print_list(console: Console) -> None:
 
 def _describe_vocabulary_sizes(models: Sequence[Model]) -> str:
     """Return a sentence with the model sizes on the kit's data sets, for models with another vocabulary."""
-    other_models = [model for model in models if model.shape.vocabulary != GPT2_VOCABULARY]
-    trained_models = (replace_vocabulary(model, GPT2_VOCABULARY) for model in other_models)
-    sizes = (f"{model.name} {count(total_parameters(model.shape))}" for model in trained_models)
+    sizes = []
+    for model in models:
+        if model.shape.vocabulary != GPT2_VOCABULARY:
+            trained_model = replace_vocabulary(model, GPT2_VOCABULARY)
+            sizes.append(f"{model.name} {count(total_parameters(trained_model.shape))}")
     return (
         f"The kit's data sets hold GPT-2's {count(GPT2_VOCABULARY)} tokens; on them models of another "
         f"vocabulary have other sizes: {', '.join(sizes)}."
@@ -138,13 +145,14 @@ def list_cpu_strategies(model: Model, available_bytes: int) -> tuple[str, ...]:
 
 def list_gpu_strategies(model: Model, gpus: Sequence[Gpu]) -> tuple[str, ...]:
     """Return the named strategies that fit on these GPUs with one rank per GPU."""
-    smallest = min((gpu.memory_bytes for gpu in gpus), default=0)
-    return tuple(
-        name
-        for name in _named_strategies(model)
-        if count_devices(name) <= len(gpus)
-        and _fits_in_memory(model, name, smallest * count_devices(name), on_cpu=False)
-    )
+    smallest_bytes = min((gpu.memory_bytes for gpu in gpus), default=0)
+    strategies = []
+    for name in _named_strategies(model):
+        num_ranks = count_devices(name)
+        has_gpus = num_ranks <= len(gpus)
+        if has_gpus and _fits_in_memory(model, name, smallest_bytes * num_ranks, on_cpu=False):
+            strategies.append(name)
+    return tuple(strategies)
 
 
 def _named_strategies(model: Model) -> tuple[str, ...]:
@@ -167,7 +175,7 @@ def _fits_in_memory(
         spec = adapt_to_cpu_ranks(spec)
     if find_violations(spec):
         return False
-    memory = find_peak_rank(spec)[1]
+    _, memory = find_peak_rank(spec)
     if on_cpu:
         return memory.total * devices <= available_bytes
     return judge_fit(spec, memory, available_bytes // devices) is not Fit.DOES_NOT_FIT
@@ -177,33 +185,40 @@ def _models_table(
     models: Sequence[Model], available_bytes: int, gpus: Sequence[Gpu]
 ) -> Table[Model]:
     """Return a table of models: their shape, and the strategies that this machine's CPU ranks and GPUs can run."""
-
-    def fitting(name: str, list_strategies: Callable[[Model], Sequence[str]]) -> Column[Model]:
-        return Column(
-            name,
-            lambda model: _join_names(list_strategies(model), _named_strategies(model)),
-            right=False,
-            wraps=True,
-        )
-
-    columns = (
+    columns = [
         Column[Model]("model", lambda model: model.name, right=False),
         Column[Model]("parameters", lambda model: total_parameters(model.shape), count),
         Column[Model]("shape", lambda model: f"{model.shape.layers}×{model.shape.hidden}"),
         Column[Model]("heads", lambda model: model.shape.heads),
         Column[Model]("length", lambda model: model.shape.seq_length),
         Column[Model]("batch", lambda model: model.batch),
-        fitting("CPU here", lambda model: list_cpu_strategies(model, available_bytes)),
-        *([fitting("GPUs here", lambda model: list_gpu_strategies(model, gpus))] if gpus else []),
-    )
-    return Table(columns, tuple(models), "Models")
+        _strategies_column(
+            "CPU here", partial(list_cpu_strategies, available_bytes=available_bytes)
+        ),
+    ]
+    if gpus:
+        columns.append(_strategies_column("GPUs here", partial(list_gpu_strategies, gpus=gpus)))
+    return Table(tuple(columns), tuple(models), "Models")
+
+
+def _strategies_column(
+    title: str, list_strategies: Callable[[Model], Sequence[str]]
+) -> Column[Model]:
+    """Return a column that names, per model, those of its strategies that `list_strategies` returns."""
+
+    def name_strategies(model: Model) -> str:
+        return _join_names(list_strategies(model), _named_strategies(model))
+
+    return Column(title, name_strategies, right=False, wraps=True)
 
 
 def _join_names(names: Sequence[str], known: Sequence[str]) -> str:
     """Return the names joined by commas; `all …` if nothing of `known` is missing, `none` if `names` is empty."""
-    if len(names) == len(known):
-        return "all six" if len(known) == len(PUBLISHED_STRATEGIES) else f"all {len(known)}"
-    return ", ".join(names) or "none"
+    if not names:
+        return "none"
+    if len(names) < len(known):
+        return ", ".join(names)
+    return "all six" if len(known) == len(PUBLISHED_STRATEGIES) else f"all {len(known)}"
 
 
 _SPLITS = {

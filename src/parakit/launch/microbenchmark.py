@@ -28,6 +28,7 @@ from parakit.launch.flags import CPU_RANK_ENVIRONMENT
 
 TIMEOUT_SECONDS = 120.0
 
+_RANK_MODULE = "parakit.launch.microbenchmark_rank"
 _ERROR = re.compile(r"\w*Error: .+")
 _SIGNAL = re.compile(r"Signal \d+ \(SIG\w+\) received by PID \d+")
 
@@ -135,33 +136,19 @@ def run_workload(
     Raises:
         LaunchError: The ranks failed or did not end in time; the message has their last error.
     """
-    rank_environment = (
-        CPU_RANK_ENVIRONMENT if device is DeviceKind.CPU else {"OMP_NUM_THREADS": "1"}
-    )
-    is_single_rank = ranks == 1 and nodes is None
-    launcher = (
-        (sys.executable,) if is_single_rank else torchrun_command(ranks, sys.executable, nodes)
-    )
+    launcher: tuple[str, ...] = (sys.executable,)
+    if ranks > 1 or nodes is not None:
+        launcher = torchrun_command(ranks, sys.executable, nodes)
     encoded_workload = msgspec.json.encode(workload).decode()
+    environment = {**(defaults or {}), **os.environ, "PYTHONPATH": PYTHON_PATH}
+    environment |= CPU_RANK_ENVIRONMENT if device is DeviceKind.CPU else {"OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "figures.json"
         try:
-            done = subprocess.run(
-                (
-                    *launcher,
-                    "-m",
-                    "parakit.launch.microbenchmark_rank",
-                    device,
-                    str(output),
-                    encoded_workload,
-                ),
+            completed = subprocess.run(
+                (*launcher, "-m", _RANK_MODULE, device, str(output), encoded_workload),
                 cwd=ROOT,
-                env={
-                    **(defaults or {}),
-                    **os.environ,
-                    "PYTHONPATH": PYTHON_PATH,
-                    **rank_environment,
-                },
+                env=environment,
                 capture_output=True,
                 text=True,
                 check=False,
@@ -169,14 +156,20 @@ def run_workload(
             )
         except subprocess.TimeoutExpired:
             raise LaunchError(f"the ranks did not end within {timeout_seconds:.0f} s") from None
-        if done.returncode:
-            # The message has the last exception that a rank printed, or else the signal that killed the
-            # first rank. torchrun's own report comes after both, with its root cause last.
-            output_text = done.stderr
-            errors = (
-                _ERROR.findall(output_text)
-                or _SIGNAL.findall(output_text)
-                or output_text.strip().splitlines()
-            )
-            raise LaunchError(str(errors[-1]).strip()[:200] if errors else "the ranks failed")
-        return msgspec.json.decode(output.read_bytes(), type=Figures) if output.is_file() else None
+        if completed.returncode:
+            raise LaunchError(_find_last_error(completed.stderr))
+        if not output.is_file():
+            return None
+        return msgspec.json.decode(output.read_bytes(), type=Figures)
+
+
+def _find_last_error(output: str) -> str:
+    """Return the last exception that a rank printed, or else the signal that killed the first rank.
+
+    torchrun's own report comes after both, with its root cause last. The last line is returned if neither is
+    found. The text is cut off after 200 characters.
+    """
+    errors: list[str] = (
+        _ERROR.findall(output) or _SIGNAL.findall(output) or output.strip().splitlines()
+    )
+    return errors[-1].strip()[:200] if errors else "the ranks failed"

@@ -13,7 +13,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
 
@@ -77,27 +77,33 @@ def _measure_round(workload: Workload, device: str) -> FiguresByName:
 def measure_local_figures(workload: Workload, device: str) -> Figures:
     """Return the figures of this rank's device that need no communication."""
     timer = _Timer(workload, device)
-    flops = _measure_matmul_flops(timer, workload.matmul_size) if workload.matmul_size else None
-    head = workload.head
-    elements = workload.parameters
-    return Figures(
-        matmul_flops=flops,
-        attention_flops=(
-            _measure_attention_flops(timer, *workload.attention_shape)
-            if workload.attention_shape
-            else None
-        ),
-        copy_bytes_per_second=_measure_copy_rate(timer, workload.copy_bytes)
-        if workload.copy_bytes
-        else None,
-        layer_seconds=_measure_layer_seconds(timer) if workload.layer else None,
-        logit_seconds=_measure_logit_seconds(timer, *head, flops) if head and flops else None,
-        parameter_seconds=_measure_update_seconds(timer, elements) / elements if elements else None,
-        tensor_seconds=_measure_update_seconds(timer, 1) if elements else None,
-        gradient_seconds=_measure_gradient_seconds(timer, workload.table)
-        if workload.table
-        else None,
-    )
+    figures = Figures()
+    if workload.matmul_size:
+        flops = _measure_matmul_flops(timer, workload.matmul_size)
+        figures = replace(figures, matmul_flops=flops)
+    if workload.attention_shape:
+        flops = _measure_attention_flops(timer, *workload.attention_shape)
+        figures = replace(figures, attention_flops=flops)
+    if workload.copy_bytes:
+        rate = _measure_copy_rate(timer, workload.copy_bytes)
+        figures = replace(figures, copy_bytes_per_second=rate)
+    if workload.layer:
+        figures = replace(figures, layer_seconds=_measure_layer_seconds(timer))
+    # The time of an output layer's products is subtracted, so their rate must be known.
+    if workload.head and figures.matmul_flops:
+        seconds = _measure_logit_seconds(timer, *workload.head, figures.matmul_flops)
+        figures = replace(figures, logit_seconds=seconds)
+    if workload.parameters:
+        seconds = _measure_update_seconds(timer, workload.parameters)
+        figures = replace(
+            figures,
+            parameter_seconds=seconds / workload.parameters,
+            tensor_seconds=_measure_update_seconds(timer, 1),
+        )
+    if workload.table:
+        seconds = _measure_gradient_seconds(timer, workload.table)
+        figures = replace(figures, gradient_seconds=seconds)
+    return figures
 
 
 def median_figures(rounds: list[FiguresByName]) -> FiguresByName:
@@ -107,18 +113,20 @@ def median_figures(rounds: list[FiguresByName]) -> FiguresByName:
 
 def slowest_figures(ranks: list[FiguresByName]) -> FiguresByName:
     """Return for each figure the slowest rank's value: the longest time, or the lowest rate."""
-    return {
-        name: (max if name.endswith("_seconds") else min)(values)
-        for name, values in _join_by_name(ranks)
-    }
+    slowest: FiguresByName = {}
+    for name, values in _join_by_name(ranks):
+        slowest[name] = max(values) if name.endswith("_seconds") else min(values)
+    return slowest
 
 
 def _join_by_name(parts: list[FiguresByName]) -> Iterator[tuple[str, list[float]]]:
     """Yield each figure's name with its values in all parts; figures without a value are left out."""
-    for name in (field.name for field in fields(Figures)):
-        values = [value for part in parts if isinstance(value := part.get(name), float)]
-        if values:
-            yield name, values
+    for field in fields(Figures):
+        values = [part.get(field.name) for part in parts]
+        # The nodes' names are tuples, and a figure that a workload left out is None.
+        numbers = [value for value in values if isinstance(value, float)]
+        if numbers:
+            yield field.name, numbers
 
 
 def pair_neighbouring_nodes(leaders: list[int]) -> list[tuple[int, int]]:
@@ -163,8 +171,9 @@ def time_call(work: Work, device: str, clock: Callable[[], float] = time.perf_co
     hardly change it.
     """
     if device == "cuda":
+        start_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end_event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
-        start_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         start_event.record()
         work()
         end_event.record()
@@ -177,11 +186,10 @@ def time_call(work: Work, device: str, clock: Callable[[], float] = time.perf_co
 
 def _measure_matmul_flops(timer: _Timer, size: int) -> float:
     """Return the FLOP/s of a product of two square matrices."""
-    first, second = (
-        torch.randn(size, size, device=timer.device, dtype=timer.dtype) for _ in range(2)
-    )
-    out = torch.empty_like(first)
-    return 2 * size**3 / timer.seconds(lambda: torch.mm(first, second, out=out))
+    first = torch.randn(size, size, device=timer.device, dtype=timer.dtype)
+    second = torch.randn(size, size, device=timer.device, dtype=timer.dtype)
+    product = torch.empty_like(first)
+    return 2 * size**3 / timer.seconds(lambda: torch.mm(first, second, out=product))
 
 
 def _measure_attention_flops(timer: _Timer, heads: int, length: int, width: int) -> float:
@@ -285,31 +293,31 @@ def _make_cache_filler(timer: _Timer) -> Work:
 def _measure_collectives(workload: Workload, device: str) -> dict[str, float]:
     """Return the rates of the workload's collectives, and the latency of an all-reduce if it is asked for."""
     figures: dict[str, float] = {}
-    ranks, typical = dist.get_world_size(), _Timer(workload, device).typical
     if workload.all_reduce_bytes:
+        ranks, typical = dist.get_world_size(), _Timer(workload, device).typical
         full_tensor = torch.zeros(workload.all_reduce_bytes // 4, device=device)
         works: dict[Operation, Work] = {Operation.ALL_REDUCE: lambda: dist.all_reduce(full_tensor)}
         if workload.other_collectives:
-            shard, received = (
-                torch.zeros_like(full_tensor[: len(full_tensor) // ranks]),
-                torch.zeros_like(full_tensor),
-            )
-            works |= {
-                Operation.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(shard, full_tensor),
-                Operation.ALL_GATHER: lambda: dist.all_gather_into_tensor(full_tensor, shard),
-                Operation.ALL_TO_ALL: lambda: dist.all_to_all_single(received, full_tensor),
-            }
-        figures = {
-            f"{operation}_bytes_per_second": _measure_rate(
-                operation, work, full_tensor, ranks, typical
-            )
-            for operation, work in works.items()
-        }
+            works |= _list_other_collectives(full_tensor, ranks)
+        for operation, work in works.items():
+            rate = _measure_rate(operation, work, full_tensor, ranks, typical)
+            figures[f"{operation}_bytes_per_second"] = rate
     if workload.latency:
         # Without a rate, the latency includes the time of the bytes.
-        rate = figures.get("all_reduce_bytes_per_second")
-        figures["all_reduce_latency_seconds"] = _measure_latency(device, rate)
+        all_reduce_rate = figures.get("all_reduce_bytes_per_second")
+        figures["all_reduce_latency_seconds"] = _measure_latency(device, all_reduce_rate)
     return figures
+
+
+def _list_other_collectives(full_tensor: torch.Tensor, ranks: int) -> dict[Operation, Work]:
+    """Return functions that call the collectives other than all-reduce on a tensor, by operation."""
+    shard = torch.zeros_like(full_tensor[: len(full_tensor) // ranks])
+    received = torch.zeros_like(full_tensor)
+    return {
+        Operation.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(shard, full_tensor),
+        Operation.ALL_GATHER: lambda: dist.all_gather_into_tensor(full_tensor, shard),
+        Operation.ALL_TO_ALL: lambda: dist.all_to_all_single(received, full_tensor),
+    }
 
 
 def _measure_rate(
@@ -346,9 +354,8 @@ def _measure_latency(device: str, bytes_per_second: float | None) -> float:
         compute()
         dist.all_reduce(small)
 
-    with_wait, without_wait = (
-        _time_calls(work, device, SMALL_CALLS) for work in (compute_and_reduce, compute)
-    )
+    with_wait = _time_calls(compute_and_reduce, device, SMALL_CALLS)
+    without_wait = _time_calls(compute, device, SMALL_CALLS)
     return max(added_seconds(with_wait, without_wait) - transfer_seconds, LEAST_LATENCY_SECONDS)
 
 
@@ -365,11 +372,10 @@ def _measure_jitter(workload: Workload, device: str) -> dict[str, float]:
     """Return as `jitter` how much ranks differ in the time for equal work; empty if fewer than two take part.
 
     Each piece of work is about as long as the work between two calls in training. No ranks wait for each other
-    between pieces. At most as many ranks as cores take part.
+    between pieces. If there are more ranks than cores, only as many ranks as cores take part.
     """
     times: list[float] = []
     dist.barrier()
-    # If there are more ranks than cores, only as many ranks as cores take part.
     if device == "cuda" or int(os.environ["LOCAL_RANK"]) < len(os.sched_getaffinity(0)):
         timer = _Timer(workload, device)
         fill_caches, matrix = _make_cache_filler(timer), torch.randn(512, 512, device=device)
@@ -382,14 +388,16 @@ def _measure_jitter(workload: Workload, device: str) -> dict[str, float]:
         times = _time_calls(work, device, SPREAD_CALLS)
     times_by_rank: list[list[float]] = [[]] * dist.get_world_size()
     dist.all_gather_object(times_by_rank, times)
-    # An element holds the times of one piece on all ranks that take part.
-    times_by_piece = list(zip(*filter(None, times_by_rank), strict=True))
-    num_ranks = len(times_by_piece[0])
-    if num_ranks < 2:
+    times_of_participants = [times_of_rank for times_of_rank in times_by_rank if times_of_rank]
+    num_participants = len(times_of_participants)
+    if num_participants < 2:
         return {}
-    longest = sum(max(piece_times) for piece_times in times_by_piece)
-    mean = sum(statistics.mean(piece_times) for piece_times in times_by_piece)
-    return {"jitter": (longest / mean - 1) / math.sqrt(2 * math.log(num_ranks))}
+    longest_seconds = mean_seconds = 0.0
+    for times_of_piece in zip(*times_of_participants, strict=True):
+        longest_seconds += max(times_of_piece)
+        mean_seconds += statistics.mean(times_of_piece)
+    excess = longest_seconds / mean_seconds - 1
+    return {"jitter": excess / math.sqrt(2 * math.log(num_participants))}
 
 
 def _time_calls(work: Work, device: str, calls: int) -> list[float]:
@@ -401,16 +409,13 @@ def _time_calls(work: Work, device: str, calls: int) -> list[float]:
 
 def _measure_pairs(workload: Workload, device: str) -> dict[str, list[str] | list[float]]:
     """Return the nodes' names, and the rate between each node and the next one while all others wait."""
-    names: list[str] = [""] * dist.get_world_size()
+    world_size, ranks_per_node = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+    names: list[str] = [""] * world_size
     dist.all_gather_object(names, os.environ.get("SLURMD_NODENAME") or os.uname().nodename)
-    leaders = list(range(0, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])))
+    leaders = list(range(0, world_size, ranks_per_node))
     tensor = torch.zeros((workload.all_reduce_bytes or 0) // 4, device=device)
-    return {
-        "nodes": [names[leader] for leader in leaders],
-        "pair_bytes_per_second": [
-            _measure_pair(tensor, *pair) for pair in pair_neighbouring_nodes(leaders)
-        ],
-    }
+    rates = [_measure_pair(tensor, *pair) for pair in pair_neighbouring_nodes(leaders)]
+    return {"nodes": [names[leader] for leader in leaders], "pair_bytes_per_second": rates}
 
 
 def _measure_pair(tensor: torch.Tensor, first_rank: int, second_rank: int) -> float:

@@ -169,17 +169,22 @@ def _wait_for_nodes(nodes: Sequence[subprocess.Popen[bytes]]) -> int:
     """Wait until one torchrun fails or all have ended; return the first exit code that is not 0, else 0."""
     while True:
         codes = [node.poll() for node in nodes]
-        failed = next((code for code in codes if code), None)
-        if failed is not None or None not in codes:
-            return failed or 0
+        for code in codes:
+            if code is not None and code != 0:
+                return code
+        if None not in codes:
+            return 0
         time.sleep(_POLL_SECONDS)
 
 
 def _end_nodes(nodes: Sequence[subprocess.Popen[bytes]]) -> None:
     """End both torchruns and their ranks; torchrun itself would wait minutes for a failed node."""
-    family = [psutil.Process(node.pid) for node in nodes if node.poll() is None]
-    family += [child for parent in family for child in parent.children(recursive=True)]
-    end_processes(lambda: family, _GRACE_SECONDS)
+    processes: list[psutil.Process] = []
+    for node in nodes:
+        if node.poll() is None:
+            torchrun = psutil.Process(node.pid)
+            processes += [torchrun, *torchrun.children(recursive=True)]
+    end_processes(lambda: processes, _GRACE_SECONDS)
     for node in nodes:
         node.wait()
 

@@ -148,27 +148,26 @@ def options_from_namespace(variables: Namespace) -> Options:
     Raises:
         LaunchError: A value is not of its variable's kind; the message names both.
     """
-
-    def read_value(setting: Setting) -> Any:
-        return getattr(variables, setting.name.lower(), None)
-
-    plain_values = {
-        field: value
-        for field, setting in _SETTING_BY_FIELD.items()
-        if (value := read_value(setting)) is not None
-    }
+    plain_values = {}
+    for field, setting in _SETTING_BY_FIELD.items():
+        value = _read_value(variables, setting)
+        if value is not None:
+            plain_values[field] = value
     return Options(
         **plain_values,
         nodes=parse_nodes(variables),
         slurm=parse_slurm_options(variables),
-        wandb=choose_wandb(variables) if read_value(settings.WANDB) else None,
-        saving=_build_saving(
-            *map(read_value, (settings.SAVE_EVERY, settings.KEEP, settings.ASYNC_SAVE))
-        ),
+        wandb=choose_wandb(variables) if _read_value(variables, settings.WANDB) else None,
+        saving=_read_saving(variables),
         link_bits_per_second=_parse_special_setting(variables, settings.NET, parse_rate),
         fused=_parse_special_setting(variables, _FUSED, parse_fusions) or (),
         patch_file=_parse_special_setting(variables, settings.PATCH_FILE, read_patch_file),
     )
+
+
+def _read_value(variables: Namespace, setting: Setting) -> Any:
+    """Return a variable's value; None if it is not set, or if the command does not take it."""
+    return getattr(variables, setting.name.lower(), None)
 
 
 def options_from_texts(texts: Mapping[str, str]) -> Options:
@@ -192,8 +191,12 @@ def format_variables(options: Options) -> dict[str, str]:
         if value != getattr(defaults, field):
             value_by_setting[setting] = value
     value_by_setting |= _collect_values_of_groups(options)
-    shown = (setting for setting in RUN_SETTINGS if value_by_setting.get(setting) not in (None, ""))
-    return {setting.name: format_setting(value_by_setting[setting]) for setting in shown}
+    texts = {}
+    for setting in RUN_SETTINGS:
+        value = value_by_setting.get(setting)
+        if value not in (None, ""):
+            texts[setting.name] = format_setting(value)
+    return texts
 
 
 def _collect_values_of_groups(options: Options) -> dict[Setting, object]:
@@ -224,20 +227,27 @@ def _collect_values_of_groups(options: Options) -> dict[Setting, object]:
 
 
 _SETTING_BY_FIELD = settings_by_field(Options)
-"""The variable of each field that holds one variable's value."""
+"""The variable of each field of `Options` that has a variable of its own."""
 
 
 def _parse_special_setting(
     variables: Namespace, setting: Setting, parse: Callable[[str], Any]
 ) -> Any:
     """Return a variable's value as `parse` reads it, for kinds that only this package knows; None if it is not set."""
-    text = getattr(variables, setting.name.lower(), None)
+    text = _read_value(variables, setting)
     return parse_setting(setting, text, parse) if text else None
 
 
-def _build_saving(every: int | None, keep: int | None, asynchronous: bool | None) -> Saving | None:
+def _read_saving(variables: Namespace) -> Saving | None:
     """Return how checkpoints are saved; None without SAVE_EVERY=."""
-    return Saving(every, keep or DEFAULT_KEEP, asynchronous or False) if every else None
+    every = _read_value(variables, settings.SAVE_EVERY)
+    if not every:
+        return None
+    return Saving(
+        every=every,
+        keep=_read_value(variables, settings.KEEP) or DEFAULT_KEEP,
+        asynchronous=_read_value(variables, settings.ASYNC_SAVE) or False,
+    )
 
 
 def patch_file_paths(text: str) -> tuple[Path, ...]:
@@ -252,10 +262,8 @@ def read_patch_file(text: str) -> PatchFile:
         SettingError: A file cannot be read or is not Python.
     """
     paths = patch_file_paths(text)
-    codes = [
-        _read_python_code(path, named)
-        for path, named in zip(paths, text.split(SEPARATOR), strict=True)
-    ]
+    texts = text.split(SEPARATOR)
+    codes = [_read_python_code(path, named) for path, named in zip(paths, texts, strict=True)]
     return PatchFile(SEPARATOR.join(map(relative_to_root, paths)), patch_file_sha256(codes))
 
 
@@ -269,10 +277,11 @@ def _read_python_code(path: Path, text: str) -> bytes:
             f"PATCH_FILE={text} cannot be read ({error.strerror}); name a Python file, seen from {ROOT}."
         ) from None
     except (SyntaxError, ValueError) as error:
-        location = f" in line {error.lineno}" if isinstance(error, SyntaxError) else ""
-        reason = error.msg if isinstance(error, SyntaxError) else error
+        reason = str(error)
+        if isinstance(error, SyntaxError):
+            reason = f"{error.msg} in line {error.lineno}"
         raise SettingError(
-            f"PATCH_FILE={text} does not compile ({reason}{location}); correct it, or leave PATCH_FILE= out."
+            f"PATCH_FILE={text} does not compile ({reason}); correct it, or leave PATCH_FILE= out."
         ) from None
     return code
 
@@ -287,9 +296,12 @@ def choose_wandb(variables: Namespace) -> Wandb:
     Without WANDB_MODE the run is uploaded if there is a key or a login, and else logged offline.
     """
     from_environment = parse_settings(WANDB_SETTINGS, os.environ)
-    project, entity, mode = (
-        getattr(variables, setting.name.lower(), None) or from_environment[setting.name.lower()]
-        for setting in WANDB_SETTINGS
-    )
-    has_key = os.environ.get("WANDB_API_KEY") or read_wandb_key(os.environ)
-    return Wandb(project or WANDB_PROJECT, entity, mode or ("online" if has_key else "offline"))
+    values = []
+    for setting in WANDB_SETTINGS:
+        on_command_line = _read_value(variables, setting)
+        values.append(on_command_line or from_environment[setting.name.lower()])
+    project, entity, mode = values
+    if not mode:
+        has_key = os.environ.get("WANDB_API_KEY") or read_wandb_key(os.environ)
+        mode = "online" if has_key else "offline"
+    return Wandb(project or WANDB_PROJECT, entity, mode)

@@ -9,7 +9,6 @@ import importlib.util
 import re
 import resource
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -68,7 +67,9 @@ thread the import takes 3.3 GiB; with less it ends in a MemoryError in any of ma
 
 _SAVED_BYTES = {"fp32": 12, "fp16": 14, "bf16": 14}
 """Bytes per parameter in a checkpoint: weights, fp32 main weights beside 16-bit ones, Adam's two moments."""
-
+_MOST_SAVED_BYTES = max(_SAVED_BYTES.values())
+_INITIAL_BYTES = 4
+"""Bytes per parameter in an initial checkpoint, which holds fp32 weights alone."""
 
 _CAPACITY = "--moe-expert-capacity-factor"
 _GROUPED = "--moe-grouped-gemm"
@@ -81,7 +82,10 @@ def _address_problems(launch: Launch) -> Iterator[str]:
     if launch.runtime.container is None and not launch.spec.link_bits_per_second:
         yield from refusal_sentences([check_loopback()])
     # Other nodes wait until the name resolves: some clusters register it only once node 0 is there.
-    if nodes is not None and nodes.rank == 0 and (reason := explain_unresolvable(nodes.address)):
+    if nodes is None or nodes.rank != 0:
+        return
+    reason = explain_unresolvable(nodes.address)
+    if reason:
         yield (
             f"MASTER_ADDR={nodes.address} has no address on this machine ({reason}); name the address "
             "itself, or enter the name in DNS or /etc/hosts."
@@ -183,12 +187,11 @@ def expert_problems(launch: Launch) -> Iterator[str]:
     if not shape.experts or not shape.experts_per_token:
         return
     dropless_factor = shape.experts / shape.experts_per_token
-    factor = None
-    with suppress(ValueError):  # Megatron itself refuses a value that is no number.
-        factor = float(flags.text(_CAPACITY))
+    factor = _read_capacity_factor(flags)
+    drops_tokens = factor is not None and 0 <= factor < dropless_factor
     # The ranks of a verification, which has a noisy start, drop the same tokens by other means.
     is_comparable = launch.initial_checkpoint is not None and not launch.job.options.noisy_start
-    if is_comparable and factor is not None and 0 <= factor < dropless_factor:
+    if is_comparable and drops_tokens:
         yield (
             f"{_CAPACITY} {factor:g} drops tokens, and the strategy decides which, so losses could not "
             "be compared with other runs from the same initial checkpoint; leave it out of EXTRA= (from "
@@ -199,6 +202,14 @@ def expert_problems(launch: Launch) -> Iterator[str]:
             f"{_GROUPED} needs Transformer Engine, which does not work here; leave it out of EXTRA=, so "
             "that experts are multiplied one after the other."
         )
+
+
+def _read_capacity_factor(flags: Flags) -> float | None:
+    """Return the capacity factor of experts; None if it is not set or no number, which Megatron itself refuses."""
+    try:
+        return float(flags.text(_CAPACITY))
+    except ValueError:
+        return None
 
 
 def fp8_problems(launch: Launch) -> Iterator[str]:
@@ -244,17 +255,18 @@ def _flag_problems(launch: Launch) -> Iterator[str]:
         return
     sentences = find_misspelled_flags(launch.flags)
     checkout = launch.job.options.megatron_lm
-    if sentences and checkout:
-        files = [*checkout.glob("*.py"), *(checkout / "megatron").rglob("*.py")]
-        identifiers: set[str] = set()
-        for file in files:
-            identifiers.update(re.findall(r"\w+", file.read_text(errors="ignore")))
-        sentences = {
-            name: sentence
-            for name, sentence in sentences.items()
-            if not argument_names([name]) <= identifiers
-        }
-    yield from sentences.values()
+    identifiers = _read_identifiers(checkout) if sentences and checkout else set()
+    for name, sentence in sentences.items():
+        if not argument_names([name]) <= identifiers:
+            yield sentence
+
+
+def _read_identifiers(checkout: Path) -> set[str]:
+    """Return all words in the Python files of a Megatron checkout, among which are its arguments' names."""
+    identifiers: set[str] = set()
+    for file in (*checkout.glob("*.py"), *(checkout / "megatron").rglob("*.py")):
+        identifiers.update(re.findall(r"\w+", file.read_text(errors="ignore")))
+    return identifiers
 
 
 def _data_problems(launch: Launch) -> Iterator[str]:
@@ -283,6 +295,8 @@ def _problems_of_data_set(launch: Launch, prefix: str) -> Iterator[str]:
 def _use_of_dataset(launch: Launch, prefix: str) -> DatasetUse:
     """Return what the run needs of a data set, for the checks of the data set's package."""
     flags = Flags(launch.flags)
+    # Without the flag a run does not evaluate before its end.
+    eval_interval = flags.integer("--eval-interval", launch.iterations + 1)
     return DatasetUse(
         name=prefix,
         model=launch.model.name,
@@ -292,8 +306,7 @@ def _use_of_dataset(launch: Launch, prefix: str) -> DatasetUse:
         seq_length=launch.model.shape.seq_length,
         split=flags.text(SPLIT_FLAG),
         eval_iterations=flags.integer(EVAL_ITERATIONS_FLAG, 1),
-        reaches_evaluation=flags.integer("--eval-interval", launch.iterations + 1)
-        <= launch.iterations,
+        reaches_evaluation=eval_interval <= launch.iterations,
     )
 
 
@@ -329,7 +342,8 @@ def _memory_problems(launch: Launch) -> Iterator[str]:
 
 def _cpu_memory_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence if the CPU ranks need more memory than this machine has free."""
-    needed_bytes = find_peak_rank(launch.spec)[1].total * launch.local_devices
+    _, memory = find_peak_rank(launch.spec)
+    needed_bytes = memory.total * launch.local_devices
     available_bytes = psutil.virtual_memory().available
     if needed_bytes > available_bytes:
         yield (
@@ -345,9 +359,13 @@ def _checkpoint_problems(launch: Launch) -> Iterator[str]:
 
     The shared initial checkpoint and a checkpoint named in EXTRA= are checked.
     """
+    folders: set[Path] = set()
+    if launch.initial_checkpoint is not None:
+        folders.add(launch.initial_checkpoint)
     named_folder = Flags(launch.flags).text("--load")
-    folders = {launch.initial_checkpoint, ROOT / named_folder if named_folder else None}
-    for folder in sorted(folder for folder in folders if folder is not None):
+    if named_folder:
+        folders.add(ROOT / named_folder)
+    for folder in sorted(folders):
         problem = describe_model_mismatch(folder, launch.model.shape, launch.model.name)
         if problem:
             yield problem
@@ -365,19 +383,23 @@ def _wandb_problems(launch: Launch) -> Iterator[str]:
 
 def _disk_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence if the disk of the runs folder has too little space or too few inodes for the run."""
-    runs, saving = launch.job.options.runs, launch.saving
+    runs, ranks = launch.job.options.runs, launch.devices
     existing_folder = next(folder for folder in (runs, *runs.resolve().parents) if folder.is_dir())
     # An old checkpoint is removed only after the new one was verified, so for a while there is one more.
-    checkpoints = saving.keep + 1 if saving else 0
-    # A rank writes a communication log and stacks, and two files per checkpoint; the run writes its records.
-    files = RUN_FILES + 4 * launch.devices + checkpoints * (2 * launch.devices + 8)
+    num_checkpoints = launch.saving.keep + 1 if launch.saving else 0
+    bytes_per_parameter = num_checkpoints * _SAVED_BYTES.get(launch.spec.dtype, _MOST_SAVED_BYTES)
     initial = launch.initial_checkpoint
-    writes_initial = initial is not None and not initial.is_dir() and not launch.resume_point
-    saved_bytes = _SAVED_BYTES.get(launch.spec.dtype, max(_SAVED_BYTES.values()))
-    bytes_per_parameter = (4 if writes_initial else 0) + checkpoints * saved_bytes
+    if initial is not None and not initial.is_dir() and not launch.resume_point:
+        bytes_per_parameter += _INITIAL_BYTES
     needed_bytes = LOG_BYTES + bytes_per_parameter * total_parameters(launch.model.shape)
+    # A rank writes a communication log and stacks, and two files per checkpoint; the run writes its records.
+    needed_files = RUN_FILES + 4 * ranks + num_checkpoints * (2 * ranks + 8)
     room = check_room(
-        str(existing_folder), needed_bytes, "the run", "name another folder with RUNS=", files
+        str(existing_folder),
+        needed_bytes,
+        "the run",
+        "name another folder with RUNS=",
+        needed_files,
     )
     yield from refusal_sentences([room])
 

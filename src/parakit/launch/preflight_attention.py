@@ -2,9 +2,9 @@
 
 CPU ranks, and GPU ranks without Transformer Engine, compute attention with Megatron's own layers and the
 kit's patch (`megatron_patches/no_te/attention.py`): CPU ranks with explicit scores, GPU ranks with PyTorch's
-attention. Under context parallelism the patch gathers keys
-and values, and gathers them again in backward, as Transformer Engine does for `--cp-comm-type
-all_gather`. The ring of `p2p`, Megatron's default, sends the same bytes, so the default is let through.
+attention. Under context parallelism the patch gathers keys and values, and gathers them again in backward, as
+Transformer Engine does for `--cp-comm-type all_gather`. The ring of `p2p`, Megatron's default, sends the same
+bytes, so the default is let through.
 """
 
 from __future__ import annotations
@@ -30,25 +30,27 @@ _NOT_COMPUTED_UNDER_CONTEXT = ("--window-size", "--softmax-type")
 def attention_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence for each flag that attention without Transformer Engine would ignore."""
     on_gpu = launch.spec.device is DeviceKind.GPU
-    if launch.spec.backend is not Backend.MEGATRON or (
-        on_gpu and launch.runtime.transformer_engine
-    ):
+    has_transformer_engine = on_gpu and launch.runtime.transformer_engine
+    if launch.spec.backend is not Backend.MEGATRON or has_transformer_engine:
         return
     if on_gpu and RESET_MASK in launch.flags:
         yield (
             f"{RESET_MASK} masks documents from one another, and attention without Transformer Engine "
             "is causal over the whole sequence on GPUs; leave it out."
         )
-    flags = Flags(launch.flags)
+    flags, context = Flags(launch.flags), launch.spec.parallelism.context
     remedy = f"{_name_way_to_transformer_engine(launch)}, or leave the flag out."
-    for name in _list_ignored_flags(flags, launch.spec.parallelism.context, on_gpu=on_gpu):
+    for name in _list_ignored_flags(flags, context, on_gpu=on_gpu):
         value = " ".join(flags.texts(name))
         yield (
             f"{name} {value} chooses how Transformer Engine computes attention; the attention here is "
             f"computed without it ({_describe_attention(launch)}), whatever the flag says; {remedy}"
         )
-    for name in _NOT_COMPUTED_UNDER_CONTEXT if launch.spec.parallelism.context > 1 else ():
+    if context == 1:
+        return
+    for name in _NOT_COMPUTED_UNDER_CONTEXT:
         values = flags.texts(name)
+        # `--softmax-type vanilla` is the default.
         if values and values != ["vanilla"]:
             yield (
                 f"{name} {' '.join(values)} is not computed under context parallelism without "
@@ -80,10 +82,16 @@ def _list_ignored_flags(flags: Flags, context: int, *, on_gpu: bool) -> Iterator
     `context` is the context-parallel size.
     """
     is_split = context > 1
-    backends = ("auto",) if is_split and on_gpu else _BACKENDS_COMPUTED
-    if set(flags.texts(_ATTENTION_BACKEND)) - set(backends):
+    # On GPUs the patch of context parallelism computes attention fused.
+    computed_backends = {"auto"} if is_split and on_gpu else set(_BACKENDS_COMPUTED)
+    if not computed_backends.issuperset(flags.texts(_ATTENTION_BACKEND)):
         yield _ATTENTION_BACKEND
-    if is_split and set(flags.texts(_COMM_TYPE)) - set(_COMM_TYPES_COMPUTED):
+    if is_split and not set(_COMM_TYPES_COMPUTED).issuperset(flags.texts(_COMM_TYPE)):
         yield _COMM_TYPE
-    names = _IGNORED + (_IGNORED_UNDER_CONTEXT if is_split else ())
-    yield from (name for name in names if flags.has(name))
+    for name in _IGNORED:
+        if flags.has(name):
+            yield name
+    if is_split:
+        for name in _IGNORED_UNDER_CONTEXT:
+            if flags.has(name):
+                yield name

@@ -24,7 +24,7 @@ from parakit.config.hardware import find_device
 from parakit.config.run import Backend, DeviceKind
 from parakit.config.strategy import Batch
 from parakit.costs import PredictedMemory, divisors, find_peak_rank
-from parakit.formatting.units import gib
+from parakit.formatting.units import gib, plural
 from parakit.launch.compose import Launch
 from parakit.launch.devices import Gpu, all_gpus, gpu_use, visible_gpus
 from parakit.planner import Fit, explain_close_fit, judge_fit
@@ -39,11 +39,11 @@ CUDA_FOLDER = Path("/usr/local/cuda")
 def gpu_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence per reason why this machine's GPUs cannot run the launch: too few, no fp8, or in use."""
     gpus = visible_gpus()
-    if len(gpus) < (1 if launch.spec.shares_gpu else launch.local_devices):
+    needed_gpus = 1 if launch.spec.shares_gpu else launch.local_devices
+    if len(gpus) < needed_gpus:
         tiny = "moe-tiny" if launch.model.shape.experts else "gpt2-tiny"
         yield (
-            f"Needs {launch.local_devices} GPU{'s' * (launch.local_devices > 1)}, found "
-            f"{len(gpus)}{_describe_selection()}; run "
+            f"Needs {plural(launch.local_devices, 'GPU')}, found {len(gpus)}{_describe_selection()}; run "
             f"'make train-{launch.spec.name}-{tiny}-{launch.devices}cpu' to see the strategy on CPU "
             "ranks, or 'make plan' for what it would need."
         )
@@ -62,30 +62,41 @@ def gpu_memory_problems(launch: Launch) -> Iterator[str]:
 
     The result is undefined for a combination that Megatron refuses, so `check_launch` checks that first.
     """
-    gpu, ranks = _smallest_gpu(launch)
-    bytes_per_rank, batch = gpu.memory_bytes // ranks, launch.spec.batch
-    needed_bytes = predict_peak_bytes(launch, batch)
+    gpu, ranks_per_gpu = _smallest_gpu(launch)
+    bytes_per_rank, batch = gpu.memory_bytes // ranks_per_gpu, launch.spec.batch
     if _judge_fit(launch, batch, bytes_per_rank) is not Fit.DOES_NOT_FIT:
         return
-    smaller_sizes = reversed(divisors(batch.micro_batch_size, batch.micro_batch_size - 1))
-    fitting = None
-    for micro_batch_size in smaller_sizes:
-        candidate = replace(batch, micro_batch_size=micro_batch_size)
-        if _judge_fit(launch, candidate, bytes_per_rank) is not Fit.DOES_NOT_FIT:
-            fitting = candidate
-            break
-    remedy = (
-        f"MICRO_BATCH={fitting.micro_batch_size} fits, with the global batch of "
-        f"{batch.global_batch_size} in more steps"
-        if fitting
-        else "not even a micro batch of 1 fits, so use more GPUs ('make plan') or a smaller model"
-    )
+    needed_bytes = predict_peak_bytes(launch, batch)
+    fitting_size = _find_fitting_micro_batch(launch, bytes_per_rank)
+    if fitting_size is None:
+        remedy = (
+            "not even a micro batch of 1 fits, so use more GPUs ('make plan') or a smaller model"
+        )
+    else:
+        remedy = (
+            f"MICRO_BATCH={fitting_size} fits, with the global batch of "
+            f"{batch.global_batch_size} in more steps"
+        )
+    holder, per_rank = ("rank", " per rank") if ranks_per_gpu > 1 else ("GPU", "")
     yield (
         f"{launch.model.name} with {launch.spec.name} and a micro batch of {batch.micro_batch_size} "
-        f"needs about {gib(needed_bytes, 0)} GiB per {'rank' if ranks > 1 else 'GPU'}, and GPU "
-        f"{gpu.index} ({gpu.name}) has {gib(bytes_per_rank, 0)}{' per rank' if ranks > 1 else ''}; "
-        f"{remedy}."
+        f"needs about {gib(needed_bytes, 0)} GiB per {holder}, and GPU {gpu.index} ({gpu.name}) has "
+        f"{gib(bytes_per_rank, 0)}{per_rank}; {remedy}."
     )
+
+
+def _find_fitting_micro_batch(launch: Launch, bytes_per_rank: int) -> int | None:
+    """Return the largest micro batch size below the launch's own with which the peak rank fits; None if none fits.
+
+    Only divisors of the launch's own size are tried, because they keep the global batch.
+    """
+    batch = launch.spec.batch
+    smaller_sizes = divisors(batch.micro_batch_size, batch.micro_batch_size - 1)
+    for micro_batch_size in reversed(smaller_sizes):
+        candidate = replace(batch, micro_batch_size=micro_batch_size)
+        if _judge_fit(launch, candidate, bytes_per_rank) is not Fit.DOES_NOT_FIT:
+            return micro_batch_size
+    return None
 
 
 def gpu_memory_warning(launch: Launch) -> str:
@@ -95,8 +106,8 @@ def gpu_memory_warning(launch: Launch) -> str:
     """
     if launch.spec.device is not DeviceKind.GPU or not visible_gpus():
         return ""
-    gpu, ranks = _smallest_gpu(launch)
-    bytes_per_rank, spec = gpu.memory_bytes // ranks, launch.spec
+    gpu, ranks_per_gpu = _smallest_gpu(launch)
+    bytes_per_rank, spec = gpu.memory_bytes // ranks_per_gpu, launch.spec
     if _judge_fit(launch, spec.batch, bytes_per_rank) is not Fit.CLOSE:
         return ""
     memory = _peak_memory(launch, spec.batch)
@@ -120,10 +131,12 @@ def _judge_fit(launch: Launch, batch: Batch, room: int) -> Fit:
 
 def runtime_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence for each reason why the runtime cannot start: a container problem, or a missing nvcc."""
-    pair = launch.runtime.pair
-    if pair is not None and launch.runtime.container is not None:
-        yield from refusal_sentences(launch.runtime.container.check(pair.ngc_tag))
-    elif problem := nvcc_problem(launch.entry):
+    pair, container = launch.runtime.pair, launch.runtime.container
+    if pair is not None and container is not None:
+        yield from refusal_sentences(container.check(pair.ngc_tag))
+        return
+    problem = nvcc_problem(launch.entry)
+    if problem:
         yield problem
 
 
@@ -140,7 +153,8 @@ def _peak_memory(launch: Launch, batch: Batch) -> PredictedMemory:
     """Return the predicted memory of the peak rank with this batch."""
     # GPU ranks have fused attention, from Transformer Engine or from the kit's patch on SDPA.
     spec = replace(launch.spec, batch=batch, fused_attention=True)
-    return find_peak_rank(spec)[1]
+    _, memory = find_peak_rank(spec)
+    return memory
 
 
 def fused_problems(launch: Launch) -> Iterator[str]:
@@ -148,6 +162,7 @@ def fused_problems(launch: Launch) -> Iterator[str]:
     names = launch.environment.get(variables.FUSED)
     if not names:
         return
+    patches, parallelism = names.split(","), launch.spec.parallelism
     if launch.spec.backend is not Backend.MEGATRON:
         yield f"FUSED={names} changes Megatron, and BACKEND={launch.spec.backend} trains without it."
     elif launch.runtime.transformer_engine:
@@ -155,12 +170,12 @@ def fused_problems(launch: Launch) -> Iterator[str]:
             f"FUSED={names} replaces Transformer Engine, which this runtime has; set RUNTIME=host with "
             "a torch for which Transformer Engine is not installed, or leave FUSED= out."
         )
-    if "gradient_gemm" in names.split(",") and launch.spec.parallelism.sharding.wraps_modules:
+    if "gradient_gemm" in patches and parallelism.sharding.wraps_modules:
         yield (
             f"FUSED=gradient_gemm adds to gradient buffers that {launch.spec.name} does not have; "
             "leave it out."
         )
-    if "attention_flash" in names.split(",") and launch.spec.parallelism.context > 1:
+    if "attention_flash" in patches and parallelism.context > 1:
         yield (
             f"FUSED=attention_flash takes no mask, and {launch.spec.name} masks by position; leave it "
             "out, or name attention_cudnn."
@@ -171,26 +186,38 @@ def sharing_problems(launch: Launch) -> Iterator[str]:
     """Yield a sentence per reason why the ranks cannot share a GPU (`SHARE_GPU=1`)."""
     if not launch.spec.shares_gpu:
         return
-    if launch.spec.device is not DeviceKind.GPU:
-        yield "SHARE_GPU=1 puts GPU ranks on one device; leave it out for CPU ranks."
-    elif launch.devices == 1:
-        yield "SHARE_GPU=1 is for several ranks on one GPU, and this run has one rank; leave it out."
-    elif launch.nodes is not None:
-        yield "SHARE_GPU=1 is for one machine; leave NNODES= and LAUNCHER= out."
-    elif launch.runtime.container is not None:
-        yield "SHARE_GPU=1 needs NCCL 2.30, and NVIDIA's image has an older one; set RUNTIME=host."
-    elif len(visible_gpus()) != 1:
-        yield (
-            f"SHARE_GPU=1 needs one visible GPU, found {len(visible_gpus())}{_describe_selection()}; "
-            "choose one with CUDA_VISIBLE_DEVICES=, or leave it out."
-        )
-    elif (version := _find_nccl_version()) and parse_release(version) < FIRST_NCCL_TO_SHARE:
-        yield f"SHARE_GPU=1 needs NCCL 2.30, found {version}; install a newer torch, or leave it out."
+    yield from _sharing_machine_problems(launch)
     if launch.spec.backend is not Backend.MEGATRON:
         yield (
             f"SHARE_GPU=1 is for Megatron's ranks, and BACKEND={launch.spec.backend} uses one GPU per "
             "rank; leave SHARE_GPU= out."
         )
+
+
+def _sharing_machine_problems(launch: Launch) -> Iterator[str]:
+    """Yield the first reason why the launch's devices, nodes, runtime or NCCL do not let ranks share a GPU."""
+    if launch.spec.device is not DeviceKind.GPU:
+        yield "SHARE_GPU=1 puts GPU ranks on one device; leave it out for CPU ranks."
+        return
+    if launch.devices == 1:
+        yield "SHARE_GPU=1 is for several ranks on one GPU, and this run has one rank; leave it out."
+        return
+    if launch.nodes is not None:
+        yield "SHARE_GPU=1 is for one machine; leave NNODES= and LAUNCHER= out."
+        return
+    if launch.runtime.container is not None:
+        yield "SHARE_GPU=1 needs NCCL 2.30, and NVIDIA's image has an older one; set RUNTIME=host."
+        return
+    num_gpus = len(visible_gpus())
+    if num_gpus != 1:
+        yield (
+            f"SHARE_GPU=1 needs one visible GPU, found {num_gpus}{_describe_selection()}; "
+            "choose one with CUDA_VISIBLE_DEVICES=, or leave it out."
+        )
+        return
+    version = _find_nccl_version()
+    if version and parse_release(version) < FIRST_NCCL_TO_SHARE:
+        yield f"SHARE_GPU=1 needs NCCL 2.30, found {version}; install a newer torch, or leave it out."
 
 
 def _find_nccl_version() -> str | None:
@@ -220,10 +247,8 @@ def compiler_problem() -> str | None:
     if importlib.util.find_spec("triton") is None:
         return "torch.compile needs the package triton, which CUDA builds of torch bring along."
     named_compiler = os.environ.get("CC")
-    if not any(
-        shutil.which(name)
-        for name in ([named_compiler] if named_compiler else ["gcc", "clang", "cc"])
-    ):
+    compilers = [named_compiler] if named_compiler else ["gcc", "clang", "cc"]
+    if not any(shutil.which(name) for name in compilers):
         return "torch.compile needs a C compiler and none is on PATH; install gcc, or set CC=."
     header = Path(sysconfig.get_paths(_triton_scheme())["include"]) / "Python.h"
     if not header.is_file():
@@ -236,13 +261,10 @@ def compiler_problem() -> str | None:
 def nvcc_problem(entry: MegatronEntry) -> str | None:
     """Return a sentence on why a checkout that asks nvcc for its version cannot start; None if it can."""
     kernels = Path(entry.path).parent / "megatron/legacy/fused_kernels/__init__.py"
-    cuda_home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if (
-        not kernels.is_file()
-        or cuda_home
-        or shutil.which("nvcc")
-        or (CUDA_FOLDER / "bin/nvcc").exists()
-    ):
+    asks_nvcc = kernels.is_file()
+    names_cuda = bool(os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"))
+    has_nvcc = shutil.which("nvcc") is not None or (CUDA_FOLDER / "bin/nvcc").exists()
+    if not asks_nvcc or names_cuda or has_nvcc:
         return None
     return (
         f"Megatron {entry.megatron_version} asks nvcc for its version at start-up, and there is none; "

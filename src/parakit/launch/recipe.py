@@ -36,6 +36,7 @@ from parakit.convert import (
 )
 from parakit.costs import find_violations
 from parakit.formatting.terminal import say
+from parakit.formatting.units import plural
 from parakit.launch.job import format_make_command, parse_target
 from parakit.launch.options import Options
 from parakit.launch.run_folder import read_named_run
@@ -86,15 +87,18 @@ def export_recipe(run: str, to: str, options: Options, console: Console) -> int:
             f"{GPUS_PER_MACHINE}; use TO=bridge with an executor of your own."
         )
     recipe = recipe_from_flags(source.megatron_arguments, source.spec)
-    text = render_recipe(recipe, source.spec, origin, relative_to_root(folder / RECIPE_FILE))
-    files = {RECIPE_FILE: (text, _check_recipe(recipe, text, source.spec))}
+    recipe_path, entry_path = folder / RECIPE_FILE, folder / ENTRY_FILE
+    text = render_recipe(recipe, source.spec, origin, relative_to_root(recipe_path))
+    contents = {recipe_path: text}
+    check_results = {recipe_path: _check_recipe(recipe, text, source.spec)}
     if to == NEMO:
-        entry = _render_entry_script(source, origin, relative_to_root(folder / ENTRY_FILE))
-        files[ENTRY_FILE] = (entry, _check_entry_script(entry, text, source.spec))
+        entry = _render_entry_script(source, origin, relative_to_root(entry_path))
+        contents[entry_path] = entry
+        check_results[entry_path] = _check_entry_script(entry, text, source.spec)
     folder.mkdir(parents=True, exist_ok=True)
-    for name, (content, check_result) in files.items():
-        write_atomically(folder / name, content)
-        say(console, f"{relative_to_root(folder / name)}: {check_result}")
+    for path, content in contents.items():
+        write_atomically(path, content)
+        say(console, f"{relative_to_root(path)}: {check_results[path]}")
     for sentence in recipe.left_out:
         say(console, f"Without a counterpart: {sentence}", "yellow")
     return 0
@@ -115,22 +119,13 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
         LaunchError, RecipeError: The file is no recipe, the name is unusable or belongs to another model, no target
             names the recipe's parallelism, or Megatron would refuse the run. Nothing was written.
     """
-    file = input
     # A Python recipe may be named with its function, as in `recipe.py:function`.
-    path = Path(file.partition(":")[0])
-    name = name or model_name(
-        path.resolve().parent.name if path.stem == Path(RECIPE_FILE).stem else path.stem
-    )
-    if not name:
-        raise LaunchError(
-            f"{file} has no letters or digits in its name to name the model by; set NAME=my-model."
-        )
-    if name != model_name(name):
-        raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
-    translation = flags_from_fields(read_recipe(file))
+    path = Path(input.partition(":")[0])
+    name = _choose_model_name(path, name, input)
+    translation = flags_from_fields(read_recipe(input))
     imported = build_imported_recipe(translation, name, gpus)
     for reason in find_violations(imported.spec):
-        raise LaunchError(f"{file} makes a run that Megatron refuses: {reason}")
+        raise LaunchError(f"{input} makes a run that Megatron refuses: {reason}")
     _refuse_another_strategy(imported.spec)
     model_file = ROOT / "examples" / imported.family / "models" / f"{name}.args"
     title = f"From {path.name}, a recipe of Megatron-Bridge, by 'make import-recipe'."
@@ -145,6 +140,26 @@ def import_recipe(input: str, name: str | None, gpus: int | None, console: Conso
     for sentence in translation.left_out:
         say(console, f"In no flag: {sentence}", "yellow")
     return 0
+
+
+def _choose_model_name(path: Path, name: str | None, recipe: str) -> str:
+    """Return the name of an imported model: `name` if it is set, else one from the recipe's path.
+
+    A recipe under its default file name is named by its folder.
+
+    Raises:
+        LaunchError: The path yields no name, or NAME= is not in the form of a model's name.
+    """
+    if not name:
+        has_default_name = path.stem == Path(RECIPE_FILE).stem
+        name = model_name(path.resolve().parent.name if has_default_name else path.stem)
+    if not name:
+        raise LaunchError(
+            f"{recipe} has no letters or digits in its name to name the model by; set NAME=my-model."
+        )
+    if name != model_name(name):
+        raise LaunchError(f"NAME={name} is no model's name; use {model_name(name)}.")
+    return name
 
 
 def read_recipe_run(run: str) -> RecipeRun:
@@ -209,7 +224,7 @@ def _check_entry_script(entry: str, recipe: str, spec: RunSpec) -> str:
         check_recipe_entry(file, ranks)
     return (
         "the entry script that trains the recipe with nemo-run, which starts "
-        f"{ranks} rank{'s' * (ranks > 1)} with torchrun."
+        f"{plural(ranks, 'rank')} with torchrun."
     )
 
 

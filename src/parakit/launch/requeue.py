@@ -32,21 +32,21 @@ def requeue_announced_end(
     Returns:
         True if Slurm took the request.
     """
+    if signal_number != signal.SIGUSR1 or "SLURM_JOB_ID" not in os.environ:
+        return False
     job = read_job_record(folder)
     is_first_node = launch.nodes is None or launch.nodes.rank == 0
-    if signal_number != signal.SIGUSR1 or job is None or not is_first_node:
+    if job is None or not is_first_node:
         return False
-    if "SLURM_JOB_ID" not in os.environ:
-        return False
-    stored = find_checkpoints(folder / CHECKPOINTS_FOLDER)
-    iterations = [checkpoint.iteration for checkpoint in stored if checkpoint.is_finished]
-    newest = max(iterations, default=0)
-    first = launch.resume_point.iteration if launch.resume_point else 0
-    if not first < newest < launch.iterations:
+    newest_iteration = _find_newest_iteration(folder)
+    first_iteration = launch.resume_point.iteration if launch.resume_point else 0
+    saved_something = newest_iteration > first_iteration
+    is_complete = newest_iteration >= launch.iterations
+    if not saved_something or is_complete:
         return False
     output = run_program(["scontrol", "requeue", job.job_id])
     if output.succeeded:
-        sentence = f"Job {job.job_id} is requeued and resumes from iteration {newest}."
+        sentence = f"Job {job.job_id} is requeued and resumes from iteration {newest_iteration}."
     else:
         sentence = (
             f"Slurm does not requeue job {job.job_id} ({output.problem}); resume it with 'make resume "
@@ -54,3 +54,10 @@ def requeue_announced_end(
         )
     console.print(sentence, highlight=False)
     return output.succeeded
+
+
+def _find_newest_iteration(folder: Path) -> int:
+    """Return the iteration of a run's newest finished checkpoint; 0 if there is none."""
+    stored = find_checkpoints(folder / CHECKPOINTS_FOLDER)
+    iterations = [checkpoint.iteration for checkpoint in stored if checkpoint.is_finished]
+    return max(iterations, default=0)

@@ -32,7 +32,7 @@ from parakit.config.strategy import (
     strategy_flags,
 )
 from parakit.config.variables import INTERFACES
-from parakit.launch.checkpoints import select_checkpoint
+from parakit.launch.checkpoints import SelectedCheckpoint, select_checkpoint
 from parakit.launch.code import find_entry
 from parakit.launch.compose import (
     INITIAL_CHECKPOINTS_FOLDER,
@@ -91,25 +91,33 @@ def resume_run(
         # With several nodes, each one reports to the others what stops it.
         if launch.nodes is None:
             check_launch(launch)
-        for checkpoint, flaw in choice.skipped:
-            sentence = f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used."
-            console.print(sentence, style="yellow", highlight=False)
-        console.print(
-            f"{run.name} resumes after iteration {resume_point.iteration} as {launch.spec.name}: "
-            f"{describe_launch(launch)}",
-            highlight=False,
-        )
-        if warning := gpu_memory_warning(launch):
-            console.print(warning, style="yellow", highlight=False)
-        continues_in_folder = ckpt is None and launch.spec.parallelism == record.spec.parallelism
-        if not continues_in_folder:
+        _announce_resumption(launch, resume_point, choice, console)
+        run_folder = None
+        if ckpt is None and launch.spec.parallelism == record.spec.parallelism:
+            run_folder = run
+        else:
             # A new folder is written, so the run itself may be resumed at the same time.
             lock.close()
-        continued_options = replace(
-            launch.job.options, run_folder=run if continues_in_folder else None
-        )
+        continued_options = replace(launch.job.options, run_folder=run_folder)
         launch = replace(launch, job=launch.job.with_options(continued_options))
         return 0 if train_once(launch, console, launch.spec.name) else 1
+
+
+def _announce_resumption(
+    launch: Launch, resume_point: ResumePoint, choice: SelectedCheckpoint, console: Console
+) -> None:
+    """Print which checkpoints are passed over, what is resumed, and a warning if the GPU's memory is close."""
+    for checkpoint, flaw in choice.skipped:
+        sentence = f"{checkpoint.path.name} is passed over: {flaw}. The one before it is used."
+        console.print(sentence, style="yellow", highlight=False)
+    console.print(
+        f"{resume_point.run} resumes after iteration {resume_point.iteration} as {launch.spec.name}: "
+        f"{describe_launch(launch)}",
+        highlight=False,
+    )
+    warning = gpu_memory_warning(launch)
+    if warning:
+        console.print(warning, style="yellow", highlight=False)
 
 
 def compose_resumed_launch(
@@ -284,17 +292,17 @@ def _choose_patch_file(record: RunRecord, options: Options) -> PatchFile | None:
     Raises:
         LaunchError: The file has changed since the run, or the options name another.
     """
-    patch_file = record.spec.patch_file
-    present = read_patch_file(patch_file.path) if patch_file else None
-    if patch_file and present != patch_file:
-        raise LaunchError(
-            f"PATCH_FILE={patch_file.path} was changed after {record.run} was trained with it; restore "
-            "the file as it was."
-        )
+    patch_file, trained_with = record.spec.patch_file, "no PATCH_FILE="
+    if patch_file is not None:
+        trained_with = f"PATCH_FILE={patch_file.path}"
+        if read_patch_file(patch_file.path) != patch_file:
+            raise LaunchError(
+                f"{trained_with} was changed after {record.run} was trained with it; restore "
+                "the file as it was."
+            )
     if options.patch_file not in (None, patch_file):
         raise LaunchError(
-            f"{record.run} was trained with "
-            f"{f'PATCH_FILE={patch_file.path}' if patch_file else 'no PATCH_FILE='}, which "
-            "cannot change when it is resumed; leave PATCH_FILE= out."
+            f"{record.run} was trained with {trained_with}, which cannot change when it is resumed; "
+            "leave PATCH_FILE= out."
         )
     return patch_file

@@ -37,6 +37,7 @@ from parakit.formatting.units import bit_rate
 from parakit.launch.code import read_kit_commit
 from parakit.launch.compose import Launch, ResumePoint
 from parakit.launch.devices import (
+    Gpu,
     describe_links,
     driver_version,
     find_links,
@@ -48,8 +49,8 @@ from parakit.logs import describe_newest_runs
 
 LOCK_FILE = ".lock"
 IMAGES_FOLDER = ".images"
-"""Folder in the runs folder with the software versions of each image, by digest. An image is started for them
-only once.
+"""Folder in the runs folder with a file of software versions per image, named by the image's digest. A container
+must be started to read the versions, so they are stored.
 """
 
 
@@ -153,16 +154,17 @@ def read_named_run(folder: Path, otherwise: str = "") -> records.RunRecord:
 
 def build_run_record(launch: Launch, folder: Path) -> records.RunRecord:
     """Return everything that `run.json` holds, with machine and software as they are now."""
-    path, initial, resume_point = (
-        relative_to_root(folder),
-        launch.initial_checkpoint,
-        launch.resume_point,
-    )
-    (software, image), code = _find_software(launch, folder.parent), launch.code
-    # A resumed run also records the code that trained up to its checkpoint, if that was other code.
+    path = relative_to_root(folder)
+    initial, resume_point = launch.initial_checkpoint, launch.resume_point
+    software, image = _find_software(launch, folder.parent)
+    code = launch.code
+    resumptions: tuple[records.Resumption, ...] = ()
     if resume_point:
+        resumptions = (records.Resumption(resume_point.run, resume_point.iteration),)
+        # A resumed run also records the code that trained up to its checkpoint, if that was other code.
         code_before = records.read_run(folder.parent / resume_point.run).code
-        code = code_before.joined(code) if code_before else code
+        if code_before:
+            code = code_before.joined(code)
     return records.RunRecord(
         run=folder.name,
         created_utc=records.utc_now(),
@@ -182,9 +184,7 @@ def build_run_record(launch: Launch, folder: Path) -> records.RunRecord:
         runtime=launch.runtime.name,
         image=image,
         save_every=launch.saving.every if launch.saving else None,
-        resumptions=(records.Resumption(resume_point.run, resume_point.iteration),)
-        if resume_point
-        else (),
+        resumptions=resumptions,
     )
 
 
@@ -237,7 +237,7 @@ def format_command_script(record: records.RunRecord) -> str:
     """Return a shell script that repeats the run's training from any folder.
 
     The script looks for the kit in the folders above it, and then where the kit is now. `KIT=` names another
-    place.
+    folder.
     """
     assignments = " \\\n  ".join(
         f"{name}={shlex.quote(value)}" for name, value in record.environment.items()
@@ -334,23 +334,17 @@ def _find_software(launch: Launch, runs: Path) -> tuple[dict[str, str], str | No
 
 def find_host(launch: Launch) -> records.HostRecord:
     """Return the record of the machines that a launch trains on, with their devices and links."""
-    is_cpu = launch.spec.device is DeviceKind.CPU
     nodes, num_local_ranks = launch.nodes, launch.local_devices
-    num_gpus = 1 if launch.spec.shares_gpu else num_local_ranks
-    gpus = () if is_cpu else visible_gpus()[:num_gpus]
-    if is_cpu:
+    gpus: tuple[Gpu, ...] = ()
+    if launch.spec.device is DeviceKind.CPU:
         local_devices = (processor_name(),) * num_local_ranks
     elif launch.spec.shares_gpu:
+        gpus = visible_gpus()[:1]
         local_devices = tuple(gpu.name for gpu in gpus) * num_local_ranks
     else:
+        gpus = visible_gpus()[:num_local_ranks]
         local_devices = tuple(gpu.name for gpu in gpus)
     links = find_links(gpus)
-    path = "loopback"
-    if launch.spec.link_bits_per_second:
-        path = f"a link shaped to {bit_rate(launch.spec.link_bits_per_second)}"
-    if nodes is not None:
-        path = f"{nodes.count} nodes, which connect at {nodes.address}"
-    gloo_path = f"gloo over {path}" if is_cpu and launch.devices > 1 else None
     return records.HostRecord(
         name=platform.node(),
         cpu=processor_name(),
@@ -359,7 +353,18 @@ def find_host(launch: Launch) -> records.HostRecord:
         # Node 0 has checked that all nodes have the same GPUs.
         devices=local_devices * (nodes.count if nodes else 1),
         driver=driver_version(),
-        interconnect=describe_links(links) or gloo_path,
+        interconnect=describe_links(links) or _describe_gloo_path(launch),
         links=links,
         nodes=nodes.hosts if nodes else (),
     )
+
+
+def _describe_gloo_path(launch: Launch) -> str | None:
+    """Return the connection over which several CPU ranks communicate; None for GPUs or a single rank."""
+    if launch.spec.device is not DeviceKind.CPU or launch.devices == 1:
+        return None
+    if launch.nodes is not None:
+        return f"gloo over {launch.nodes.count} nodes, which connect at {launch.nodes.address}"
+    if launch.spec.link_bits_per_second:
+        return f"gloo over a link shaped to {bit_rate(launch.spec.link_bits_per_second)}"
+    return "gloo over loopback"

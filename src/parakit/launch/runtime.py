@@ -64,12 +64,14 @@ def choose_runtime(options: Options, device: DeviceKind) -> Runtime:
     Raises:
         LaunchError: IMAGE= names no image pair, or MEGATRON_LM= names a checkout, which a container cannot see.
     """
+    is_in_image = bool(image_tag())
+    if options.slurm is not None:
+        return ON_HOST
     is_cpu = device is DeviceKind.CPU
-    is_cpu_on_host = is_cpu and options.runtime in (None, RuntimeName.HOST)
-    if options.slurm is not None or (is_cpu and image_tag()) or is_cpu_on_host:
+    if is_cpu and (is_in_image or options.runtime in (None, RuntimeName.HOST)):
         return ON_HOST
     name = options.runtime or default_runtime()
-    if image_tag() or name is RuntimeName.HOST:
+    if is_in_image or name is RuntimeName.HOST:
         # This may be a process in the kit's image, where Transformer Engine and Apex are installed.
         apex = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
         return Runtime(transformer_engine=can_import_transformer_engine(), apex=apex)
@@ -126,10 +128,11 @@ def make_container(
         # Apptainer shares this machine's network with its containers.
         return ApptainerContainer(image, user, mounts, inherited, gpus, host_network=True)
     if name is RuntimeName.PODMAN:
-        engine = check_podman_engine()[1]
-        rootless = engine is not None and engine.rootless
-        return PodmanContainer(image, user, mounts, inherited, gpus, host_network, rootless)
-    user = container_user(check_engine()[1])
+        _, podman_engine = check_podman_engine()
+        is_rootless = podman_engine is not None and podman_engine.rootless
+        return PodmanContainer(image, user, mounts, inherited, gpus, host_network, is_rootless)
+    _, docker_engine = check_engine()
+    user = container_user(docker_engine)
     return Container(image, user, mounts, inherited, gpus, host_network)
 
 
@@ -137,7 +140,7 @@ def default_runtime() -> RuntimeName:
     """Return the runtime without RUNTIME=: docker if its engine can give NVIDIA GPUs to containers, else the host."""
     if is_inside_container() or not visible_gpus():
         return RuntimeName.HOST
-    engine = check_engine()[1]
+    _, engine = check_engine()
     return RuntimeName.DOCKER if engine and engine.gives_gpus else RuntimeName.HOST
 
 
@@ -200,7 +203,8 @@ def run_module(module_arguments: Sequence[str], options: Options, text: str = ""
     name = options.runtime or default_runtime()
     container = None
     command: tuple[str, ...] = (sys.executable, "-m", *module_arguments)
-    if not image_tag() and name is not RuntimeName.HOST:
+    is_in_image = bool(image_tag())
+    if not is_in_image and name is not RuntimeName.HOST:
         container = module_container(module_arguments, options, name)
         command = container.wrap((IMAGE_PYTHON, "-m", *module_arguments), ())
     if options.dry_run:
@@ -257,10 +261,15 @@ def find_named_folders(arguments: Sequence[str]) -> Iterator[Path]:
         if "/" not in argument:
             continue
         path = ROOT / Path(argument).expanduser()
+        # The last parts of a glob, or of a file to write, name no folder.
         folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
         # An argument that leads to the root is no path, and the root is never mounted.
-        if folder != Path(folder.root):
-            yield Path(os.path.normpath(folder))
-            yield folder.resolve()
-            if path.exists():
-                yield path.resolve() if path.is_dir() else path.resolve().parent
+        if folder == Path(folder.root):
+            continue
+        yield Path(os.path.normpath(folder))
+        yield folder.resolve()
+        # A file may be a link to another folder.
+        if path.is_dir():
+            yield path.resolve()
+        elif path.exists():
+            yield path.resolve().parent

@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -58,19 +58,20 @@ def _format_memory(status: RunStatus) -> str | None:
     return " ".join(ranks) or None
 
 
+def _format_iteration(status: RunStatus) -> str | None:
+    """Return the newest iteration and their planned number, such as `12/100`; None before the first iteration."""
+    if status.iteration is None:
+        return None
+    return f"{status.iteration}/{status.iterations or '?'}"
+
+
 _NOTE = Column[RunStatus](
     "note", lambda seen: make_printable(seen.note), right=False, wraps=True, rank=5
 )
 _COLUMNS = (
     Column[RunStatus]("run", lambda seen: make_printable(seen.run), right=False),
     Column[RunStatus]("state", lambda seen: seen.state, right=False, rank=1),
-    Column[RunStatus](
-        "iteration",
-        lambda seen: (
-            None if seen.iteration is None else f"{seen.iteration}/{seen.iterations or '?'}"
-        ),
-        rank=2,
-    ),
+    Column[RunStatus]("iteration", _format_iteration, rank=2),
     Column[RunStatus]("loss", lambda seen: seen.loss and f"{seen.loss:.4f}", rank=3),
     Column[RunStatus](
         "left",
@@ -124,9 +125,13 @@ def read_run_statuses(runs: Path) -> list[RunStatus]:
     Jobs of this user that Slurm ended get the status that Slurm reports; it is written to their folder.
     """
     folders = find_run_folders(runs)
-    jobs = {folder: job for folder in folders if (job := read_job_record(folder)) is not None}
-    states = query_job_states([job.job_id for job in jobs.values()])
-    return [_read_status(folder, jobs.get(folder), states) for folder in folders]
+    jobs: dict[Path, records.JobRecord] = {}
+    for folder in folders:
+        job = read_job_record(folder)
+        if job is not None:
+            jobs[folder] = job
+    job_states = query_job_states([job.job_id for job in jobs.values()])
+    return [_read_status(folder, jobs.get(folder), job_states) for folder in folders]
 
 
 def read_job_record(folder: Path) -> records.JobRecord | None:
@@ -137,57 +142,78 @@ def read_job_record(folder: Path) -> records.JobRecord | None:
         return None
 
 
+@dataclass(frozen=True)
+class _SlurmJob:
+    """The Slurm job of a run, with what Slurm reports about the job now."""
+
+    record: records.JobRecord
+    state: JobState | None
+    """None if Slurm does not list the job, or does not answer."""
+    slurm_answers: bool
+
+    @property
+    def has_left_slurm(self) -> bool:
+        """True if Slurm answers, and the job neither waits nor runs."""
+        is_active = self.state is not None and (self.state.is_waiting or self.state.is_running)
+        return self.slurm_answers and not is_active
+
+
 def _read_status(
-    folder: Path, job: records.JobRecord | None, job_states: dict[str, JobState] | None
+    folder: Path, record: records.JobRecord | None, job_states: dict[str, JobState] | None
 ) -> RunStatus:
     """Return one run as it stands now.
 
-    `job` is its Slurm job, if it has one. `job_states` are Slurm's answers; None if Slurm does not answer.
+    `record` is that of its Slurm job, if it has one. `job_states` are Slurm's answers; None if Slurm does not
+    answer.
     """
     status = read_recorded_status(folder)
-    job_state = job_states.get(job.job_id) if job and job_states else None
-    is_in_slurm = job_state is not None and (job_state.is_waiting or job_state.is_running)
-    has_left_slurm = job_states is not None and not is_in_slurm
-    # Slurm lists only the caller's jobs. A job of another user may still run when it is not listed.
-    if job and has_left_slurm and folder.stat().st_uid == os.getuid():
-        status = _settle_status(folder, job, job_state, status)
-    state, note = _describe_state(folder, job, job_state, status, job_states is None)
-    iterations = None
-    with suppress(OSError, msgspec.DecodeError):
-        iterations = records.read_run(folder).exit_interval
+    job = None
+    if record is not None:
+        job_state = job_states.get(record.job_id) if job_states else None
+        job = _SlurmJob(record, job_state, slurm_answers=job_states is not None)
+        # Slurm lists only the caller's jobs. A job of another user may still run when it is not listed.
+        if job.has_left_slurm and folder.stat().st_uid == os.getuid():
+            status = _settle_status(folder, record, job_state, status)
+    state, note = _describe_state(folder, job, status)
+    iterations = _read_planned_iterations(folder)
     recent = _last_iterations(folder / records.LOG_FILE)
-    newest = recent[-1] if recent else None
-    is_running = state == "running"
-    return RunStatus(
-        run=folder.name,
-        state=state,
-        iteration=newest.iteration if newest else None,
-        iterations=iterations,
-        loss=newest.lm_loss if newest else None,
-        left_seconds=_estimate_left_seconds(recent, iterations) if is_running else None,
-        note=note,
-        memory_bytes=_read_newest_memory(folder) if is_running else (),
-    )
+    run_status = RunStatus(run=folder.name, state=state, iterations=iterations, note=note)
+    if recent:
+        newest = recent[-1]
+        run_status = replace(run_status, iteration=newest.iteration, loss=newest.lm_loss)
+    if state == "running":
+        run_status = replace(
+            run_status,
+            left_seconds=_estimate_left_seconds(recent, iterations),
+            memory_bytes=_read_newest_memory(folder),
+        )
+    return run_status
 
 
-def _describe_state(
-    folder: Path,
-    job: records.JobRecord | None,
-    job_state: JobState | None,
-    status: StatusRecord,
-    is_slurm_silent: bool,
-) -> tuple[str, str]:
-    """Return the state and the note that the table shows for a run."""
-    note = f"job {job.job_id}" if job else ""
-    if job_state and job_state.is_waiting:
-        return "queued", f"{note}: {job_state.reason}"
-    if job_state and job_state.is_running:
-        return "running", note
-    if job_state is None and records.looks_alive(folder) and _is_incomplete(status):
-        return "running", note
-    if job and is_slurm_silent and _is_incomplete(status):
-        return status.status.value, f"{note}: Slurm does not answer."
-    return status.status.value, "" if status.status is Status.OK else status.reason
+def _read_planned_iterations(folder: Path) -> int | None:
+    """Return the number of iterations that a run was started with; None if its record cannot be read."""
+    try:
+        return records.read_run(folder).exit_interval
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def _describe_state(folder: Path, job: _SlurmJob | None, status: StatusRecord) -> tuple[str, str]:
+    """Return the state and the note that the table shows for a run; `job` is None for a run without Slurm."""
+    job_name = f"job {job.record.job_id}" if job else ""
+    job_state = job.state if job else None
+    if job_state is not None:
+        if job_state.is_waiting:
+            return "queued", f"{job_name}: {job_state.reason}"
+        if job_state.is_running:
+            return "running", job_name
+    elif _is_incomplete(status):
+        if records.looks_alive(folder):
+            return "running", job_name
+        if job and not job.slurm_answers:
+            return status.status.value, f"{job_name}: Slurm does not answer."
+    note = "" if status.status is Status.OK else status.reason
+    return status.status.value, note
 
 
 def _estimate_left_seconds(recent: Sequence[Iteration], iterations: int | None) -> float | None:

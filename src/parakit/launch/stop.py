@@ -37,6 +37,9 @@ POLL_SECONDS = 0.2
 CLOCK_SECONDS = 5.0
 """Largest difference between two readings of a process's start time, in case the clock was set meanwhile."""
 
+_ACTIVE_STATES = ("queued", "running")
+"""States of `RunStatus` in which a run has not ended."""
+
 
 def stop_run(run: str | Path, console: Console) -> int:
     """End a run as Ctrl-C in its terminal would, and print how it ended; return 0.
@@ -49,23 +52,18 @@ def stop_run(run: str | Path, console: Console) -> int:
         newest_runs = describe_newest_runs(run.parent, ROOT / "runs")
         raise LaunchError(f"RUN={relative_to_root(run)} is no run folder; {newest_runs}.")
     seconds = _longest_stop_seconds(run)
-    job = read_job_record(run)
-    state = (query_job_states([job.job_id]) or {}).get(job.job_id) if job else None
-    if job and state and (state.is_waiting or state.is_running):
-        _cancel_job(run, job.job_id, seconds)
+    job_id = _find_active_job(run)
+    container = read_container_id(run / CONTAINER_FILE)
+    if job_id is not None:
+        _cancel_job(run, job_id, seconds)
     elif records.is_running(run / records.LOG_FILE):
         launcher = _find_local_launcher(run)
         # Without a launcher, which has died, the supervisor is already ending the ranks.
         if launcher is not None:
             launcher.terminate()
         _wait_for_end(run, launcher, seconds)
-    elif container := read_container_id(run / CONTAINER_FILE):
-        engine = records.read_run(run).runtime
-        if not remove_container(run / CONTAINER_FILE, engine):  # Its launcher had lost the engine.
-            raise LaunchError(
-                f"The container of {relative_to_root(run)} may still run, and {engine.capitalize()}'s engine does "
-                f"not answer; start it, then repeat this, or use '{engine} rm --force {container[:12]}'."
-            )
+    elif container is not None:
+        _remove_orphaned_container(run, container)
     else:
         status = read_recorded_status(run)
         ended = f" at {status.finished_utc}" if status.finished_utc else ""
@@ -76,24 +74,47 @@ def stop_run(run: str | Path, console: Console) -> int:
     return 0
 
 
+def _find_active_job(run: Path) -> str | None:
+    """Return the id of a run's Slurm job; None without a job, or if the job neither waits nor runs as Slurm reports."""
+    job = read_job_record(run)
+    if job is None:
+        return None
+    job_states = query_job_states([job.job_id]) or {}
+    state = job_states.get(job.job_id)
+    is_active = state is not None and (state.is_waiting or state.is_running)
+    return job.job_id if is_active else None
+
+
+def _remove_orphaned_container(run: Path, container: str) -> None:
+    """Remove the container of a run whose launcher had lost the engine.
+
+    Raises:
+        LaunchError: The engine still does not answer.
+    """
+    engine = records.read_run(run).runtime
+    if not remove_container(run / CONTAINER_FILE, engine):
+        raise LaunchError(
+            f"The container of {relative_to_root(run)} may still run, and {engine.capitalize()}'s engine does "
+            f"not answer; start it, then repeat this, or use '{engine} rm --force {container[:12]}'."
+        )
+
+
 def refuse_running(runs: Path) -> None:
     """Raise if a run in the folder `runs` is training, or waits in Slurm's queue.
 
     Raises:
         LaunchError: A run is active; the message names all active runs.
     """
-    active = [
-        relative_to_root(runs / status.run)
-        for status in read_run_statuses(runs)
-        if status.state in ("queued", "running")
-        or records.is_running(runs / status.run / records.LOG_FILE)
-    ]
+    active = []
+    for status in read_run_statuses(runs):
+        folder = runs / status.run
+        if status.state in _ACTIVE_STATES or records.is_running(folder / records.LOG_FILE):
+            active.append(relative_to_root(folder))
     if active:
-        named_runs, object = " and ".join(active), "it" if len(active) == 1 else "each"
-        verb = "is on" if len(active) == 1 else "are on"
+        verb, pronoun = ("is", "it") if len(active) == 1 else ("are", "each")
         raise LaunchError(
-            f"{named_runs} {verb}; end {object} with 'make stop RUN={active[0]}' or wait ('make status'), "
-            "then repeat this."
+            f"{' and '.join(active)} {verb} on; end {pronoun} with 'make stop RUN={active[0]}' or wait "
+            "('make status'), then repeat this."
         )
     for log in runs.glob(f".start/*/{records.LOG_FILE}"):
         if records.is_running(log):
@@ -127,17 +148,21 @@ def _cancel_job(run: Path, job_id: str, seconds: float) -> None:
             f"{job_id}' where Slurm's client is."
         )
     deadline = time.monotonic() + seconds
-    active_states = ("queued", "running")
-    while any(
-        status.run == run.name and status.state in active_states
-        for status in read_run_statuses(run.parent)
-    ):
+    while _is_active(run):
         if time.monotonic() > deadline:
             raise LaunchError(
                 f"Slurm has not ended job {job_id} of {relative_to_root(run)} within {seconds:.0f} s; "
                 "'make status' follows it."
             )
         time.sleep(POLL_SECONDS)
+
+
+def _is_active(run: Path) -> bool:
+    """Return True if `make status` would show a run as queued or running."""
+    return any(
+        status.run == run.name and status.state in _ACTIVE_STATES
+        for status in read_run_statuses(run.parent)
+    )
 
 
 def _find_local_launcher(run: Path) -> psutil.Process | None:

@@ -159,13 +159,19 @@ def list_inherited_variables(options: Options) -> tuple[str, ...]:
     Slurm stores a job's variables in its own spool until the job has ended, so no other key is passed. Variables
     of environment modules are passed if the site's shell lines may load some.
     """
-    has_setup = options.slurm is not None and bool(options.slurm.setup)
-    modules = [
-        name for name in os.environ if any(fnmatchcase(name, pattern) for pattern in MODULES)
-    ]
-    names = inherited_names(*WANDB_NAMES, *(modules if has_setup else ()), in_container=False)
-    left_out = {"CUDA_VISIBLE_DEVICES", *(() if options.wandb else WANDB_NAMES)}
+    candidates = list(WANDB_NAMES)
+    if options.slurm is not None and options.slurm.setup:
+        candidates += filter(_is_module_variable, os.environ)
+    left_out = {"CUDA_VISIBLE_DEVICES"}
+    if not options.wandb:
+        left_out.update(WANDB_NAMES)
+    names = inherited_names(*candidates, in_container=False)
     return tuple(name for name in names if name not in left_out)
+
+
+def _is_module_variable(name: str) -> bool:
+    """Return True if a variable belongs to the program `module` of environment modules."""
+    return any(fnmatchcase(name, pattern) for pattern in MODULES)
 
 
 def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
@@ -174,11 +180,12 @@ def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
     Raises:
         LaunchError: A container was asked for and Slurm has no Pyxis, or the image's file is missing.
     """
-    options = launch.job.options
-    slurm_image = options.slurm.image if options.slurm else None
     if choose_image(launch) is None:
         return ()
-    if "--container-image" not in run_program(["srun", "--help"], SUBMIT_SECONDS).out:
+    options = launch.job.options
+    slurm_image = options.slurm.image if options.slurm else None
+    has_pyxis = "--container-image" in run_program(["srun", "--help"], SUBMIT_SECONDS).out
+    if not has_pyxis:
         if options.runtime is RuntimeName.DOCKER or slurm_image:
             raise LaunchError(
                 "Slurm here has no Pyxis (srun knows no --container-image), so no container can be "
@@ -193,8 +200,11 @@ def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
             f"--output {image_file} dockerd://{pair.name}', name another with SLURM_IMAGE=, or set "
             "RUNTIME=host."
         )
-    data = (folder for path in launch.data_paths for folder in data_folders(path))
-    folders = (ROOT, *data, options.runs.absolute())
+    folders = [ROOT]
+    for path in launch.data_paths:
+        folders += data_folders(path)
+    folders.append(options.runs.absolute())
+    # A container leaves out folders that lie in other mounted folders.
     mounts = Container("", "", mounts=()).mounting(*folders).mounts
     return pyxis_flags(slurm_image or str(image_file), mounts)
 

@@ -57,7 +57,7 @@ from parakit.launch.runtime import Runtime, choose_runtime
 from parakit.launch.submit import submit_run
 from parakit.launch.supervise.exit_status import format_outcome
 from parakit.launch.supervise.interruption import Interrupted
-from parakit.logs import load_folder
+from parakit.logs import Run, load_folder
 from parakit.reporting import estimate_pooled_runs, loss_curve, resumption_sentence
 
 DRY_RUN_REFUSED = 2
@@ -145,16 +145,22 @@ def start_job(job: Job, console: Console) -> int:
             if sentence:
                 console.print(sentence, style="yellow", highlight=False)
         try:
-            for repeat in range(1, options.repeats + 1):
-                title = job.strategy if options.repeats == 1 else f"{job.strategy} {repeat}"
-                if not train_once(launch, console, title):
-                    return 1
+            return _train_repeats(launch, console)
         except Interrupted as interrupted:
             if options.run_folder is not None:
-                number = interrupted.signal_number
-                requeue_announced_end(number, launch, options.run_folder, console)
+                signal_number = interrupted.signal_number
+                requeue_announced_end(signal_number, launch, options.run_folder, console)
             raise
-        return 0
+
+
+def _train_repeats(launch: Launch, console: Console) -> int:
+    """Train a launch as often as REPEATS= says; return 0, or 1 after the first run that did not end `ok`."""
+    strategy, repeats = launch.job.strategy, launch.job.options.repeats
+    for repeat in range(1, repeats + 1):
+        title = strategy if repeats == 1 else f"{strategy} {repeat}"
+        if not train_once(launch, console, title):
+            return 1
+    return 0
 
 
 def print_dry_run(launch: Launch) -> int:
@@ -254,24 +260,18 @@ def _train_as_worker(launch: Launch, nodes: Nodes, console: Console, title: str)
 
 def _describe_node(launch: Launch, nodes: int) -> NodeRecord:
     """Return this node's record with everything that must be the same on all `nodes` nodes."""
-    try:
-        dataset = " ".join(open_dataset(path).content_sha256 for path in launch.data_paths)
-    except DatasetError:
-        dataset = "missing"
     entry = launch.entry
-    patch_file = launch.spec.patch_file
-    flags = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
+    patch_file, resume_point = launch.spec.patch_file, launch.resume_point
+    flags_hash = hashlib.sha256("\0".join(launch.flags).encode()).hexdigest()[:12]
     properties = {
         "NNODES=": str(nodes),
         "the kit's code": f"{launch.code.kit} (a hash)",
         "Megatron": f"{entry.megatron_version} {entry.megatron_commit or ''}".strip(),
         "torch": installed_versions().get("torch", "none"),
-        "flags": f"{flags} (a hash)",
-        "data set": dataset,
+        "flags": f"{flags_hash} (a hash)",
+        "data set": _hash_datasets(launch),
         "PATCH_FILE=": patch_file.sha256[:12] if patch_file else "none",
-        "its first iteration after": str(
-            launch.resume_point.iteration if launch.resume_point else 0
-        ),
+        "its first iteration after": str(resume_point.iteration) if resume_point else "0",
     }
     if launch.spec.device is DeviceKind.GPU:
         names = [gpu.name for gpu in visible_gpus()[: launch.local_devices]]
@@ -279,30 +279,57 @@ def _describe_node(launch: Launch, nodes: int) -> NodeRecord:
     return NodeRecord(platform.node(), properties)
 
 
+def _hash_datasets(launch: Launch) -> str:
+    """Return the hashes of the contents of the launch's data sets; `missing` if one cannot be opened."""
+    try:
+        return " ".join(open_dataset(path).content_sha256 for path in launch.data_paths)
+    except DatasetError:
+        return "missing"
+
+
 def format_result_lines(launch: Launch, folder: Path) -> list[str]:
     """Return the last lines of a run that ended well: its figures and the next commands.
 
-    Of a resumed run one line says whether the iterations that were trained twice agree.
+    The lines of a resumed run include one that says whether the iterations that were trained twice agree.
     """
-    run, job, figures = load_folder(folder), launch.job, []
-    if losses := loss_curve(run):
-        figures.append(f"Loss {losses[max(losses)]:.6f} in iteration {max(losses)}")
-    if time := estimate_pooled_runs([run]):
-        tokens = (run.global_batch_size or 0) * (run.seq_length or 0)
-        figures.append(f"{number(time.median)} ms/iteration (median of {time.count})")
-        figures.append(f"{tokens * 1000 / time.median:,.0f} tokens/s")
+    run = load_folder(folder)
+    lines = (_summarize_figures(run), resumption_sentence(run), _suggest_next_commands(launch, run))
+    return [line for line in lines if line]
+
+
+def _summarize_figures(run: Run) -> str:
+    """Return a sentence with the last loss and the median speed of a run; empty if its log has neither."""
+    figures = []
+    losses = loss_curve(run)
+    if losses:
+        last_iteration = max(losses)
+        figures.append(f"Loss {losses[last_iteration]:.6f} in iteration {last_iteration}")
+    time_ms = estimate_pooled_runs([run])
+    if time_ms:
+        tokens_per_iteration = (run.global_batch_size or 0) * (run.seq_length or 0)
+        tokens_per_second = tokens_per_iteration * 1000 / time_ms.median
+        figures.append(f"{number(time_ms.median)} ms/iteration (median of {time_ms.count})")
+        figures.append(f"{tokens_per_second:,.0f} tokens/s")
+    return f"{', '.join(figures)}." if figures else ""
+
+
+def _suggest_next_commands(launch: Launch, run: Run) -> str:
+    """Return a sentence with the command that reports the run.
+
+    For a run on Megatron's CPU ranks it names the command of its verification too.
+    """
+    job = launch.job
     report = format_make_command("report", {"RUNS": job.variables.get(settings.RUNS.name, "")})
-    next_commands = f"Next: '{report}' compares this run with the others there"
+    sentence = f"Next: '{report}' compares this run with the others there"
     on_cpu_ranks = job.device is DeviceKind.CPU and job.options.backend is Backend.MEGATRON
     # A resumed run has all of its recorded flags in EXTRA=, too many for a command to type.
-    if on_cpu_ranks and not run.is_baseline and not launch.resume_point:
-        verify_variables = {
-            name: text for name, text in job.variables.items() if name in _VERIFY_VARIABLES
-        }
-        verify = format_make_command(f"verify-{job.name}", verify_variables)
-        next_commands += f"; '{verify}' compares its tensors with the baseline's"
-    summary = f"{', '.join(figures)}." if figures else ""
-    return [line for line in (summary, resumption_sentence(run), f"{next_commands}.") if line]
+    if not on_cpu_ranks or run.is_baseline or launch.resume_point:
+        return f"{sentence}."
+    verify_variables = {
+        name: text for name, text in job.variables.items() if name in _VERIFY_VARIABLES
+    }
+    verify = format_make_command(f"verify-{job.name}", verify_variables)
+    return f"{sentence}; '{verify}' compares its tensors with the baseline's."
 
 
 def compose_job(job: Job, runtime: Runtime | None = None) -> Launch:
@@ -324,31 +351,33 @@ def format_command_line(launch: Launch) -> str:
 
 
 def describe_launch(launch: Launch) -> str:
-    """Return a line on what is about to be trained."""
-    spec, batch = launch.spec, launch.spec.batch
-    trainer = f"backend {spec.backend}"
-    if spec.backend is Backend.MEGATRON:
-        version, commit = launch.entry.megatron_version, launch.entry.megatron_commit
-        tested = "" if is_known(Version(version), commit) else " (untested)"
-        trainer = f"Megatron {version}{tested}"
-    image = f", in {launch.runtime.pair.name}" if launch.runtime.pair else ""
+    """Return a line on what is about to be trained: iterations, ranks, batch, precision, trainer and image."""
+    spec, batch, pair = launch.spec, launch.spec.batch, launch.runtime.pair
+    image = f", in {pair.name}" if pair else ""
     return (
         f"{launch.iterations} iterations on {plural(launch.devices, f'{spec.device.upper()} rank')}, "
         f"micro batch {batch.micro_batch_size}, global batch {batch.global_batch_size}, "
-        f"{spec.dtype}, {trainer}{image}"
+        f"{spec.dtype}, {_name_trainer(launch)}{image}"
     )
+
+
+def _name_trainer(launch: Launch) -> str:
+    """Return the name of the backend, or Megatron's version, which is marked if the kit was not tested with it."""
+    if launch.spec.backend is not Backend.MEGATRON:
+        return f"backend {launch.spec.backend}"
+    version, commit = launch.entry.megatron_version, launch.entry.megatron_commit
+    tested = "" if is_known(Version(version), commit) else " (untested)"
+    return f"Megatron {version}{tested}"
 
 
 def list_differences(launch: Launch) -> tuple[str, ...]:
     """Return a sentence for each way in which the run differs from its model's file, or is unknown to the kit."""
-    spec, model = launch.spec, launch.job.model
-    scaling = describe_batch_scaling(model.batch, spec.batch, spec.parallelism)
-    schedule = _schedule_sentence(launch)
+    spec = launch.spec
     sentences = (
         describe_vocabulary_change(launch),
         describe_chosen_split(launch),
-        scaling,
-        schedule,
+        describe_batch_scaling(launch.job.model.batch, spec.batch, spec.parallelism),
+        _schedule_sentence(launch),
         _unknown_flags_sentence(launch),
     )
     return tuple(filter(None, sentences))
@@ -372,7 +401,8 @@ def _schedule_sentence(launch: Launch) -> str:
     end within its warm-up.
     """
     schedule_flags = flags_with_role("schedule")
-    if schedule_flags & values_by_flag(launch.job.options.extra).keys():
+    user_sets_schedule = bool(schedule_flags & values_by_flag(launch.job.options.extra).keys())
+    if user_sets_schedule:
         return ""
     flags, iterations = Flags(launch.flags), launch.iterations
     decay_iterations = flags.integer("--lr-decay-iters")
@@ -382,14 +412,15 @@ def _schedule_sentence(launch: Launch) -> str:
             f"The learning rate reaches its minimum after {decay_iterations} of {iterations} iterations; "
             f"{remedy}"
         )
-    warm_up = flags.number("--lr-warmup-fraction") * decay_iterations
-    rate = flags.number("--lr")
-    is_models = schedule_flags & values_by_flag(launch.job.model.flags).keys()
-    if is_models or iterations > _WARM_UP_FRACTION * warm_up:
+    warm_up_iterations = flags.number("--lr-warmup-fraction") * decay_iterations
+    model_sets_schedule = bool(schedule_flags & values_by_flag(launch.job.model.flags).keys())
+    if model_sets_schedule or iterations > _WARM_UP_FRACTION * warm_up_iterations:
         return ""
+    rate = flags.number("--lr")
+    last_rate = rate * iterations / warm_up_iterations
     return (
-        f"The learning rate reaches {rate * iterations / warm_up:.2g} of its {rate:.2g}: the schedule's "
-        f"warm-up takes {warm_up:.0f} iterations, and the run ends after {iterations}; {remedy}"
+        f"The learning rate reaches {last_rate:.2g} of its {rate:.2g}: the schedule's warm-up takes "
+        f"{warm_up_iterations:.0f} iterations, and the run ends after {iterations}; {remedy}"
     )
 
 
@@ -398,21 +429,20 @@ def describe_chosen_split(launch: Launch) -> str:
 
     The kit chooses one if the model's split leaves a part of the data set empty or too short.
     """
-    chosen = Flags(launch.flags).text(SPLIT_FLAG)
+    chosen_split = Flags(launch.flags).text(SPLIT_FLAG)
     model_split = Flags(merge_training_flags(launch.model, in_half=False)).text(SPLIT_FLAG)
-    if chosen == model_split or Flags((*launch.job.flags, *launch.job.options.extra)).has(
-        SPLIT_FLAG
-    ):
+    user_flags = Flags((*launch.job.flags, *launch.job.options.extra))
+    if chosen_split == model_split or user_flags.has(SPLIT_FLAG):
         return ""
     # The split follows from the smallest data set of a blend.
     datasets = {part.prefix: open_dataset(ROOT / part.prefix) for part in launch.data_parts}
     smallest = min(datasets, key=lambda prefix: datasets[prefix].tokens)
-    parts = divide_into_parts(datasets[smallest], chosen)
+    parts = divide_into_parts(datasets[smallest], chosen_split)
     without_validation = parts[Split.VALIDATION].weight == 0
     evaluated = f" and {EVAL_ITERATIONS_FLAG} 0" if without_validation else ""
     return (
-        f"Data set {smallest} is too small for {SPLIT_FLAG} {model_split}; {SPLIT_FLAG} {chosen}{evaluated} is "
-        f"used: {sizes_sentence(parts)}."
+        f"Data set {smallest} is too small for {SPLIT_FLAG} {model_split}; {SPLIT_FLAG} {chosen_split}{evaluated} "
+        f"is used: {sizes_sentence(parts)}."
     )
 
 

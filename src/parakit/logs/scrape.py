@@ -120,16 +120,24 @@ class _Scraper:
         """
         numbers = block.columns.values["iteration"]
         # If a number does not rise, training has started again, which is decided line by line.
-        breaks = first + 1 + np.flatnonzero(np.diff(numbers[first:behind]) <= 0)
-        for start, stop in pairwise([first, *breaks.tolist(), behind]):
-            begin = start
-            while begin < stop and not (
-                self._pending is None and self._run.is_settled_before(int(numbers[begin]))
-            ):
-                self.feed_lines(block.text(begin, begin + 1), block.numbers[begin : begin + 1])
-                begin += 1
-            if begin < stop:
-                self._run.add_iterations(block.columns.select(slice(begin, stop)))
+        does_not_rise = np.diff(numbers[first:behind]) <= 0
+        restarts = first + 1 + np.flatnonzero(does_not_rise)
+        for start, stop in pairwise([first, *restarts.tolist(), behind]):
+            settled = self._feed_until_settled(block, start, stop)
+            if settled < stop:
+                self._run.add_iterations(block.columns.select(slice(settled, stop)))
+
+    def _feed_until_settled(self, block: LogBlock, start: int, stop: int) -> int:
+        """Read lines of a block one by one until the run needs no marks on its lines; return the next line's index.
+
+        The result is `stop` if all lines from `start` on were read.
+        """
+        numbers = block.columns.values["iteration"]
+        for index in range(start, stop):
+            if self._pending is None and self._run.is_settled_before(int(numbers[index])):
+                return index
+            self.feed_lines(block.text(index, index + 1), block.numbers[index : index + 1])
+        return stop
 
     def _feed(self, line: str, number: int) -> None:
         """Read one line, whose number in the file is `number`.

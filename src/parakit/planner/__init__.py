@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from parakit.planner.time.compute import layer_seconds, product_seconds
     from parakit.planner.time.constants import CONSTANT_NAMES, load_constants
     from parakit.planner.time.execution import Execution
-    from parakit.planner.time.rates import compute_device_rates
+    from parakit.planner.time.rates import DeviceRates, compute_device_rates
     from parakit.planner.verdict import Fit, explain_close_fit, judge_fit
 else:
     __getattr__ = lazy_names(__name__, __file__)
@@ -43,6 +43,7 @@ __all__ = [
     "Calibration",
     "Candidate",
     "Cluster",
+    "DeviceRates",
     "Execution",
     "Fit",
     "MeasurementRow",

@@ -196,7 +196,7 @@ class PodmanContainer(Container):
 def bind_mount(path: Path) -> str:
     """Return the value of `--mount` that mounts a folder at the same path in a container.
 
-    docker reads the value as CSV, so a path with commas is quoted. `--mount` is used because, other than
+    docker reads the value as CSV, so a path with commas is quoted. `--mount` is used because, unlike
     `--volume`, it accepts colons and refuses a missing folder instead of making it.
     """
     line = io.StringIO()

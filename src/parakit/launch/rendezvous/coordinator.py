@@ -91,7 +91,8 @@ class Coordinator(BackgroundThread, NodeGroup):
             LaunchError: A node did not come, differs from this node, or cannot train.
         """
         messages.wait_until(self._have_all_joined, self._timeout)
-        if missing := [node for node in self._silent_looks if node not in self._records]:
+        missing = [node for node in self._silent_looks if node not in self._records]
+        if missing:
             self.refuse(
                 f"Node {', '.join(map(str, missing))} of {self._nodes.count} did not come to "
                 f"{self._nodes.address}, port {self._nodes.port}, within {self._timeout:.0f} s; start "
@@ -100,15 +101,12 @@ class Coordinator(BackgroundThread, NodeGroup):
         self._refuse_differences()
         other_records = [self._records[node] for node in self._silent_looks]
         hosts = (self._node_0_record.host, *(record.host for record in other_records))
-        local = (
-            record.reaches for record in other_records if messages.find_interface(record.reaches)
-        )
-        address = next(local, None)
-        interface = messages.find_interface(address) if address else None
+        address, interface = _find_reached_interface(other_records)
         port = find_free_port()
         self._state = replace(self._state, torchrun_port=port)
-        joined = replace(self._nodes, hosts=hosts, port=port, interface=interface)
-        return replace(joined, local_address=address)
+        return replace(
+            self._nodes, hosts=hosts, port=port, interface=interface, local_address=address
+        )
 
     def _refuse_differences(self) -> None:
         """Stop all nodes with a LaunchError if a node has another value than node 0 of what must agree."""
@@ -158,19 +156,16 @@ class Coordinator(BackgroundThread, NodeGroup):
         """
         if self._files is not None:
             self._files.append_new_output()
-        failed = {
-            self._name_node(node): record
-            for node, record in self._records.items()
-            if record.exit_code
-        }
-        for name, record in failed.items():
+        failed = [(node, record) for node, record in self._records.items() if record.exit_code]
+        for node, record in failed:
             if self.cause is None and record.cause is not None:
-                self.cause = replace(record.cause, reason=f"{name}: {record.cause.reason}")
+                reason = f"{self._name_node(node)}: {record.cause.reason}"
+                self.cause = replace(record.cause, reason=reason)
         if self.cause is not None:
             return self.cause.reason
-        return next(
-            (f"{name} ended with {record.exit_code}." for name, record in failed.items()), None
-        )
+        for node, record in failed:
+            return f"{self._name_node(node)} ended with {record.exit_code}."
+        return None
 
     def wait_for_stacks(self, stopped_ranks: Sequence[int]) -> Sequence[int]:
         """Tell the other nodes that the run hangs, and return the stopped ranks of all nodes.
@@ -187,12 +182,15 @@ class Coordinator(BackgroundThread, NodeGroup):
     def finish(self, exit_code: int, error: BaseException | None = None) -> int:  # noqa: ARG002
         """Tell the other nodes that this one has ended, and wait for them; return the first exit code that is not 0."""
         self._state = replace(self._state, exit_code=exit_code)
+        # A node counts as done only once it has ended.
         self._wait_for_all(lambda _: False, END_SECONDS)
         self.find_failure()
         if self._files is not None:
             self._files.append_remaining_output()
-        codes = (record.exit_code for record in self._records.values())
-        return exit_code or next(filter(None, codes), 0)
+        for code in (exit_code, *(record.exit_code for record in self._records.values())):
+            if code:
+                return code
+        return 0
 
     def _read_records(self, values: Sequence[bytes]) -> None:
         """Store the records that the other nodes have written, and mark nodes without a heartbeat as lost.
@@ -256,3 +254,15 @@ class Coordinator(BackgroundThread, NodeGroup):
     def _name_node(self, node: int) -> str:
         """Return the name of a node with its host, such as `Node 1 (gpu-b)`."""
         return f"Node {node} ({self._records[node].host})"
+
+
+def _find_reached_interface(records: Sequence[NodeRecord]) -> tuple[str | None, str | None]:
+    """Return the address at which other nodes reach this machine, and the network interface that has it.
+
+    Both are None if no interface has any of the addresses, as behind address translation.
+    """
+    for record in records:
+        interface = messages.find_interface(record.reaches)
+        if interface is not None:
+            return record.reaches, interface
+    return None, None

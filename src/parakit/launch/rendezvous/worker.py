@@ -87,16 +87,23 @@ class Worker(BackgroundThread, NodeGroup):
             lambda: messages.hash_if_present(folder / RUN_FILE) == state.sha256,
             messages.ANSWER_SECONDS,
         )
-        unseen = f"it does not see {folder}, which node 0 has made"
-        problem = f"{unseen}; RUNS= must name a folder that all hosts share"
-        self._record = replace(
-            self._record, sees_folder=sees_folder, problem=None if sees_folder else problem
-        )
+        problem = None
+        if not sees_folder:
+            problem = (
+                f"it does not see {folder}, which node 0 has made; RUNS= must name a folder that all "
+                "hosts share"
+            )
+        self._record = replace(self._record, sees_folder=sees_folder, problem=problem)
         self._wait_for_node_0("started")
         self._folder = node_folder(folder, self._nodes.rank)
         interface = messages.find_interface(self._address)
-        here = replace(self._nodes, port=state.torchrun_port, interface=interface)
-        return folder, replace(here, local_address=self._address if interface else None)
+        nodes = replace(
+            self._nodes,
+            port=state.torchrun_port,
+            interface=interface,
+            local_address=self._address if interface else None,
+        )
+        return folder, nodes
 
     def find_failure(self) -> str | None:
         """Return a sentence if node 0 has ended the run or was lost; None while it runs."""

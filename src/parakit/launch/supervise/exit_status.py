@@ -14,7 +14,7 @@ from parakit.artifacts import run as records
 from parakit.artifacts.checkpoints import find_checkpoints
 from parakit.artifacts.io import write_record
 from parakit.artifacts.run import Status, StatusRecord
-from parakit.cluster import free_files
+from parakit.cluster import ContainerEnd, free_files
 from parakit.config.files import relative_to_root
 from parakit.formatting.units import gib
 from parakit.hang import find_slow_rank
@@ -85,9 +85,11 @@ def find_exhausted_resource(folder: Path) -> str:
     try:
         if shutil.disk_usage(folder).free < _FULL_BYTES:
             return "space"
-        return "inode" if free_files(str(folder)) == 0 else ""
+        if free_files(str(folder)) == 0:
+            return "inode"
     except OSError:
-        return ""
+        pass
+    return ""
 
 
 def classify_exit(
@@ -107,7 +109,8 @@ def classify_exit(
         kills_before: The result of `count_memory_kills` before the run started.
         lacked: What `DiskWatch` saw used up on the folder's disk during the run.
     """
-    status = name_memory_limit(diagnose_log(folder / records.LOG_FILE, exit_code, interrupted))
+    log = folder / records.LOG_FILE
+    status = name_memory_limit(diagnose_log(log, exit_code, interrupted))
     if exit_code is not None and exit_code < 0 and not interrupted:
         # The supervisor reports torchrun's signals as 128 + n, so this signal ended the supervisor itself.
         # The kernel then ends torchrun by SIGTERM, which the log shows.
@@ -124,13 +127,11 @@ def classify_exit(
     if explained is not None:
         return explained
     # A disk that was full for a moment is blamed only if the log does not say what happened.
-    if not exhausted and lacked and find_first_error(scrape_log(folder / records.LOG_FILE)) is None:
+    if not exhausted and lacked and find_first_error(scrape_log(log)) is None:
         exhausted = lacked
     if exhausted:
-        reason = (
-            f"No {exhausted} was left on the disk of {folder.name}; "
-            f"{_lower_first_letter(status.reason)}"
-        )
+        consequence = _lower_first_letter(status.reason)
+        reason = f"No {exhausted} was left on the disk of {folder.name}; {consequence}"
         return replace(status, status=Status.CRASHED, reason=reason)
     if exit_code == _SIGKILL:
         # Ranks log errors when they lose torchrun, but those are a consequence and not the cause.
@@ -138,9 +139,7 @@ def classify_exit(
             f"torchrun was killed by SIGKILL{_after_last_iteration(folder)}; its ranks were ended."
         )
         status = replace(status, status=Status.CRASHED, reason=reason, rank=None)
-    kills_now = count_memory_kills()
-    was_counted = kills_now is not None and kills_before is not None
-    if "SIGKILL" in status.reason and was_counted and kills_now != kills_before:
+    if "SIGKILL" in status.reason and _has_killed_for_memory(kills_before):
         process = "torchrun" if status.rank is None else f"Rank {status.rank}"
         reason = (
             f"{process} was killed by the kernel, which had run out of memory"
@@ -150,6 +149,15 @@ def classify_exit(
     return status
 
 
+def _has_killed_for_memory(kills_before: int | None) -> bool:
+    """Return True if the kernel has killed a process for memory since `kills_before` was counted.
+
+    The result is False if one of the two counts is unknown (None).
+    """
+    kills_now = count_memory_kills()
+    return kills_now is not None and kills_before is not None and kills_now != kills_before
+
+
 def name_memory_limit(status: StatusRecord) -> StatusRecord:
     """Return the status of a run that ran out of memory with the limit that this process and its ranks have.
 
@@ -157,8 +165,10 @@ def name_memory_limit(status: StatusRecord) -> StatusRecord:
     A GPU that is out of memory names its own size.
     """
     limit_bytes = read_address_limit()
+    if status.status is not Status.OUT_OF_MEMORY or limit_bytes is None:
+        return status
     is_of_gpu = "GPU " in status.reason or "CUDA" in status.reason
-    if status.status is not Status.OUT_OF_MEMORY or limit_bytes is None or is_of_gpu:
+    if is_of_gpu:
         return status
     reason = (
         f"{status.reason.rstrip('.')}. A process may have {gib(limit_bytes)} GiB of addresses here "
@@ -208,28 +218,49 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
         return
     after, ranks_are_visible = _after_last_iteration(folder), bool(ranks.find_by_rank())
     ranks.stop()
-    status, engine = Status.CRASHED, end.program.capitalize()
+    status = _explain_container_end(end, exit_code, after, ranks_are_visible=ranks_are_visible)
+    if status is not None:
+        raise EndedRunError(status.reason, status.status)
+
+
+def _explain_container_end(
+    end: ContainerEnd, exit_code: int, after: str, *, ranks_are_visible: bool
+) -> StatusRecord | None:
+    """Return the status of a run whose container something outside of it has ended; None if it ended by itself.
+
+    Args:
+        end: What the engine reports.
+        exit_code: The exit code of the engine's client, which is positive: 128 + n if signal n ended it.
+        after: The last iteration, as a part of a sentence.
+        ranks_are_visible: Whether the ranks are processes of this machine, so that they were ended.
+    """
+    engine = end.program.capitalize()
     if not end.engine_answers:
-        removal = (
+        consequence = (
             f"its ranks may train on, and '{end.program} rm --force {end.container[:12]}' ends them"
         )
-        consequence = "its ranks were ended" if ranks_are_visible else removal
+        if ranks_are_visible:
+            consequence = "its ranks were ended"
         reason = f"{engine}'s engine was lost{after}; {consequence}."
-    elif end.runs:
-        cause = signal.Signals(exit_code - 128).name if exit_code > 128 else f"code {exit_code}"
+        return StatusRecord(Status.CRASHED, None, reason)
+    signal_number = exit_code - 128 if exit_code > 128 else None
+    if end.runs:
+        cause = f"code {exit_code}" if signal_number is None else signal.Signals(signal_number).name
         reason = f"{engine}'s client ended by {cause}{after}; its container was ended."
-    elif end.out_of_memory:
-        status = Status.OUT_OF_MEMORY
+        return StatusRecord(Status.CRASHED, None, reason)
+    if end.out_of_memory:
         reason = f"The container was killed by the kernel, which had no more memory for it{after}."
-    elif end.signals and exit_code > 128:
-        cause = signal.Signals(end.signals[-1]).name
-        was_stopped = signal.SIGKILL not in end.signals or signal.SIGTERM in end.signals
-        status = Status.INTERRUPTED if was_stopped else status
-        intermediary = engine if end.program == "podman" else f"{engine}'s engine"
-        reason = f"The container was ended by {cause} through {intermediary}{after}."
-    else:
-        return
-    raise EndedRunError(reason, status)
+        return StatusRecord(Status.OUT_OF_MEMORY, None, reason)
+    if not end.signals or signal_number is None:
+        return None
+    cause = signal.Signals(end.signals[-1]).name
+    # Podman has no engine of its own.
+    intermediary = engine if end.program == "podman" else f"{engine}'s engine"
+    reason = f"The container was ended by {cause} through {intermediary}{after}."
+    # `docker stop` sends SIGTERM before SIGKILL. SIGKILL alone is `docker kill`.
+    was_stopped = signal.SIGKILL not in end.signals or signal.SIGTERM in end.signals
+    status = Status.INTERRUPTED if was_stopped else Status.CRASHED
+    return StatusRecord(status, None, reason)
 
 
 def make_killed_launcher_status(folder: Path) -> StatusRecord:
@@ -270,30 +301,37 @@ def format_outcome(folder: Path, status: StatusRecord) -> str:
     command that resumes a failed run, if the run saved a checkpoint.
     """
     seconds = f"{status.wall_seconds:.0f} s" if status.wall_seconds is not None else "?"
+    is_ok = status.status is Status.OK
     reason = status.reason
-    if status.status is Status.OK:
+    if is_ok:
         slow_rank = find_slow_rank(folder)
         reason = slow_rank.sentence if slow_rank else ""
-    reason = f": {reason}" if reason else ""
-    line = f"{status.status} after {seconds}{reason} → {relative_to_root(folder)}"
-    if status.status is Status.OK:
+    outcome = f"{status.status} after {seconds}"
+    if reason:
+        outcome += f": {reason}"
+    line = f"{outcome} → {relative_to_root(folder)}"
+    if is_ok:
         return line
-    stored = find_checkpoints(folder / records.CHECKPOINTS_FOLDER)  # Newest first.
-    finished = [checkpoint.iteration for checkpoint in stored if checkpoint.is_finished]
-    if not finished:
-        return line
-    return (
-        f"{line}\n'make resume RUN={relative_to_root(folder)}' continues from the checkpoint of iteration "
-        f"{finished[0]}."
-    )
+    for checkpoint in find_checkpoints(folder / records.CHECKPOINTS_FOLDER):  # Newest first.
+        if checkpoint.is_finished:
+            return (
+                f"{line}\n'make resume RUN={relative_to_root(folder)}' continues from the checkpoint of "
+                f"iteration {checkpoint.iteration}."
+            )
+    return line
 
 
 def _after_last_iteration(folder: Path) -> str:
-    """Return ` after iteration N` for the log's last iteration; empty if it has none, as on most nodes."""
+    """Return ` after iteration N` for the log's last iteration; empty for a log without iterations.
+
+    With several nodes only one node's log has iterations.
+    """
     log = scrape_log(folder / records.LOG_FILE)
-    return describe_log_end(log) if log.iterations else ""  # They may be in another node's.
+    return describe_log_end(log) if log.iterations else ""
 
 
 def _lower_first_letter(reason: str) -> str:
     """Return a reason to follow a semicolon: with a small first letter, or a default if it is empty."""
-    return reason[:1].lower() + reason[1:] if reason else "the log does not say more."
+    if not reason:
+        return "the log does not say more."
+    return reason[0].lower() + reason[1:]

@@ -76,17 +76,16 @@ class HangWatch:
 
         The ranks in `stopped`, which a signal had stopped, are written to STOPPED_FILE in `stacks`.
         """
-        location = explanation = ""
+        reason = f"{HANG_REASON_PREFIX}nothing was logged for {self._timeout_seconds:g} s."
+        rank = None
         if stopped:
             (stacks / STOPPED_FILE).write_text(" ".join(map(str, stopped)))
-        rank = stopped[0] if stopped else None
+            rank = stopped[0]
         with suppress(UnreadableDumpError, FileNotFoundError):
             verdict = judge_hang(gather_evidence([stacks]))
-            rank = verdict.culprits[0] if verdict.culprits else rank
-            explanation = f" {verdict.sentence}"
-            location = f" Where each rank was is in {stacks.name}/."
-        seconds = f"{self._timeout_seconds:g} s"
-        reason = f"{HANG_REASON_PREFIX}nothing was logged for {seconds}.{explanation}{location}"
+            if verdict.culprits:
+                rank = verdict.culprits[0]
+            reason += f" {verdict.sentence} Where each rank was is in {stacks.name}/."
         return EndedRunError(reason, Status.CRASHED, rank)
 
 
@@ -100,7 +99,8 @@ def find_mismatched_call(stacks: Path, named: int | None) -> HangVerdict | None:
     with suppress(UnreadableDumpError):
         evidence = replace(gather_evidence([stacks]), is_over=True)
         verdict = judge_hang(evidence)
-        if verdict.kind is HangKind.OTHER_COLLECTIVE and (named is None or find_mismatch(evidence)):
+        is_mismatch = verdict.kind is HangKind.OTHER_COLLECTIVE
+        if is_mismatch and (named is None or find_mismatch(evidence)):
             return verdict
     shutil.rmtree(stacks, ignore_errors=True)
     return None
@@ -136,19 +136,26 @@ def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[in
         files: list[Path] = []
         for rank in asked_ranks:
             if _ask_for_stacks(ranks[rank]):
-                files += [stacks / f"rank{rank}{suffix}" for suffix in (".txt", CALLS_SUFFIX)]
-        while time.monotonic() < deadline and not all(_is_filled(path) for path in files):
+                files += (stacks / f"rank{rank}.txt", stacks / f"rank{rank}{CALLS_SUFFIX}")
+        while time.monotonic() < deadline and not all(_is_filled(file) for file in files):
             time.sleep(0.05)
-        for path in filter(_is_filled, files):
-            # The rank keeps the file open. On a network file system other machines see its content only
-            # after this call.
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-            is_answered = True
+        filled_files = [file for file in files if _is_filled(file)]
+        _write_to_disk(filled_files)
+        is_answered = is_answered or bool(filled_files)
     asked_file = stacks / ASKED_FILE
     if is_answered and not asked_file.exists():
         asked_file.write_text(str(asked_ns))
     return stopped
+
+
+def _write_to_disk(files: Sequence[Path]) -> None:
+    """Have the kernel write the content of files to the disk.
+
+    The ranks keep the files open. On a network file system other machines see their content only after this.
+    """
+    for path in files:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
 
 
 def _ask_for_stacks(process: psutil.Process) -> bool:
@@ -210,5 +217,9 @@ def _handles_stacks_signal(process: psutil.Process) -> bool:
         status = Path(f"/proc/{process.pid}/status").read_text()
     except (FileNotFoundError, ProcessLookupError):  # It has just died.
         return False
-    caught = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return caught is not None and bool(int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1)
+    match = re.search(r"^SigCgt:\s*([0-9a-f]+)", status, re.MULTILINE)
+    if match is None:
+        return False
+    # Signal n is bit n - 1 of the mask.
+    caught_signals, signal_bit = int(match[1], 16), 1 << (STACKS_SIGNAL - 1)
+    return bool(caught_signals & signal_bit)

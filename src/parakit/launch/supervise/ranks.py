@@ -61,14 +61,7 @@ class RankProcesses:
         self._engine = engine or ""
         self._container = log.with_name(CONTAINER_FILE) if engine else None
         if self._container is not None:
-            earlier = read_container_id(self._container)
-            if earlier is not None and not remove_container(self._container, self._engine):
-                name = self._engine.capitalize()
-                raise LaunchError(
-                    f"The container of an earlier attempt in {relative_to_root(log.parent)} may still train, "
-                    f"and {name} does not remove it; start {name}'s engine, or end the container with "
-                    f"'{engine} rm --force {earlier[:12]}'."
-                )
+            _remove_earlier_container(self._container, self._engine)
             command = add_container_id_file(command, self._container.absolute())
         self._began = time.time()
         self._warm = warm
@@ -76,24 +69,9 @@ class RankProcesses:
         # Every process of the run inherits this lock with its output, so it is held until the last one ends.
         _lock_log(self._log)
         self._mark = f"{os.getpid()}-{time.monotonic_ns()}"
-        # Ranks are found by the variable RANK. A cluster may have set it for this process too.
-        inherited = {name: value for name, value in os.environ.items() if name != _RANK_VARIABLE}
-        # Ranks write to the file directly, so the log is complete even if the launcher is killed. Their own
-        # session keeps a terminal's Ctrl-C from them; the launcher decides what to do about it.
-        self._supervisor = subprocess.Popen(
-            (*_SUPERVISOR, str(log.parent.absolute()), "--", *command),
-            cwd=ROOT,
-            env={
-                **inherited,
-                "PYTHONUNBUFFERED": "1",
-                **environment,
-                variables.RUN_MARK: self._mark,
-            },
-            # Nothing is written to this pipe. When it closes, the supervisor knows that the launcher is gone.
-            stdin=subprocess.PIPE,
-            stdout=self._log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
+        marked_environment = {**environment, variables.RUN_MARK: self._mark}
+        self._supervisor = _start_supervisor(
+            log.parent.absolute(), command, marked_environment, self._log
         )
 
     def __enter__(self) -> Self:
@@ -115,14 +93,13 @@ class RankProcesses:
         for process in self._find_forked():
             # A forked process has the environment of its parent. Its name holds its rank instead.
             with suppress(psutil.Error):
-                if match := _RANK.fullmatch(process.name()):
+                match = _RANK.fullmatch(process.name())
+                if match is not None:
                     process_by_rank.setdefault(int(match[1]), process)
-        ranks = (
-            _find_descendants(self._supervisor.pid)
-            if self._container is None
-            else self._find_marked()
-        )
-        for process in ranks:
+        # The engine starts a container's processes, so they are no descendants of the supervisor.
+        is_container = self._container is not None
+        processes = self._find_marked() if is_container else _find_descendants(self._supervisor.pid)
+        for process in processes:
             rank = _read_environment(process).get(_RANK_VARIABLE)
             if rank is not None:
                 process_by_rank.setdefault(int(rank), process)
@@ -177,6 +154,42 @@ class RankProcesses:
     def _find_forked(self) -> list[psutil.Process]:
         """Return the ranks of a warm process, and their leader, which ends them after the supervisor has ended."""
         return _find_descendants(self._warm.pid) if self._warm else []
+
+
+def _remove_earlier_container(container_file: Path, engine: str) -> None:
+    """Remove the container that an earlier attempt has left in the same folder, if there is one.
+
+    Raises:
+        LaunchError: The engine does not remove the container.
+    """
+    container = read_container_id(container_file)
+    if container is not None and not remove_container(container_file, engine):
+        name = engine.capitalize()
+        raise LaunchError(
+            f"The container of an earlier attempt in {relative_to_root(container_file.parent)} may still train, "
+            f"and {name} does not remove it; start {name}'s engine, or end the container with "
+            f"'{engine} rm --force {container[:12]}'."
+        )
+
+
+def _start_supervisor(
+    folder: Path, command: Sequence[str], environment: Mapping[str, str], log: BinaryIO
+) -> subprocess.Popen[bytes]:
+    """Start the supervisor of a command in a session of its own, with all output in `log`; return its process."""
+    # Ranks are found by the variable RANK. A cluster may have set it for this process too.
+    inherited = {name: value for name, value in os.environ.items() if name != _RANK_VARIABLE}
+    # Ranks write to the file directly, so the log is complete even if the launcher is killed. Their own
+    # session keeps a terminal's Ctrl-C from them; the launcher decides what to do about it.
+    return subprocess.Popen(
+        (*_SUPERVISOR, str(folder), "--", *command),
+        cwd=ROOT,
+        env={**inherited, "PYTHONUNBUFFERED": "1", **environment},
+        # Nothing is written to this pipe. When it closes, the supervisor knows that the launcher is gone.
+        stdin=subprocess.PIPE,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def _find_descendants(process: int) -> list[psutil.Process]:

@@ -52,8 +52,7 @@ def main(folder: Path, command: Sequence[str]) -> int:
     )
     launcher_lives = True
     while launcher_lives and child.poll() is None:
-        readable, _, _ = select.select([sys.stdin.fileno()], [], [], POLL_SECONDS)
-        launcher_lives = not readable or bool(os.read(sys.stdin.fileno(), 1))
+        launcher_lives = not _is_input_closed(POLL_SECONDS)
         _reap_orphans(child.pid)
     # Podman has no daemon: a container's monitor and ranks become children of this process when their client is
     # killed. If they were ended here, Podman would report a container that was killed, and the cause would be lost.
@@ -69,7 +68,16 @@ def main(folder: Path, command: Sequence[str]) -> int:
 
         remove_container(folder / CONTAINER_FILE, command[0])
         write_final_status(folder, make_killed_launcher_status(folder), time.monotonic() - started)
+    # Popen reports signal n as -n.
     return 128 - code if code < 0 else code
+
+
+def _is_input_closed(seconds: float) -> bool:
+    """Wait for an event on the standard input, at most `seconds`; return True if its other end was closed."""
+    standard_input = sys.stdin.fileno()
+    readable, _, _ = select.select([standard_input], [], [], seconds)
+    # Reading at the end of a file gives no bytes.
+    return bool(readable) and not os.read(standard_input, 1)
 
 
 def _reap_orphans(child: int) -> None:

@@ -2,7 +2,7 @@
 
 `WarmPool` starts such processes for an experiment. In place of torchrun, the supervisor of a run starts
 `python -m parakit.launch.supervise.warm SOCKET RANKS -- ENTRY FLAGS…`. That client asks for the run's ranks
-and waits for them, and when the client is ended, the ranks are. `command.sh` shows torchrun, which trains
+and waits for them. If the client is ended, the ranks are ended too. `command.sh` shows torchrun, which trains
 the same.
 """
 
@@ -126,21 +126,23 @@ def request_ranks(
         "arguments": list(arguments),
         "environment": dict(environment),
     }
+    answer = b""
     with socket.socket(socket.AF_UNIX) as server:
         server.settimeout(seconds)
         try:
             server.connect(address)
             socket.send_fds(server, [json.dumps(request).encode()], [output])
+            # The answer is one byte, the exit status. It is empty if the warm process has ended.
             answer = server.recv(1)
         except TimeoutError:
             print(f"The ranks were ended after {seconds:.0f} s.", file=sys.stderr)
             return FAILED
         except OSError as error:
-            answer = b""
             print(f"{address}: {error.strerror}", file=sys.stderr)
     if not answer:
         print("The process that forks the ranks has ended; train once more.", file=sys.stderr)
-    return answer[0] if answer else FAILED
+        return FAILED
+    return answer[0]
 
 
 def find_free_port() -> int:
