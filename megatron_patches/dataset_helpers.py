@@ -1,9 +1,9 @@
 """Use Megatron's C++ data helpers where they can be imported, else build them for this interpreter.
 
-Target: `megatron.core.datasets.utils.compile_helpers`, which runs `make` in Megatron's data-set folder at
-every start. Without the patch, the installed wheel would exit, because it brings the built helpers but
-no Makefile. In a checkout, the Makefile names the built file after whichever `python3-config` is first
-on PATH; an interpreter of another version would then not find the file.
+Target: `megatron.core.datasets.utils.compile_helpers`, which runs `make` in Megatron's data-set folder at every
+start. Without the patch, the installed wheel would exit, because it brings the built helpers but no Makefile. In a
+checkout, the Makefile names the built file after the `python3-config` that is first on PATH. An interpreter of
+another version would then not find the file.
 """
 
 from __future__ import annotations

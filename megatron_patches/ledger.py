@@ -46,7 +46,7 @@ class _WatchedTimer:
 
 
 def wrap_timers(original: Callable[..., Any], timeline: Timeline) -> Callable[..., Any]:
-    """Return a `Timers.__call__` whose timers also open and close spans of `timeline`."""
+    """Return a `Timers.__call__` with timers that also open and close spans of `timeline`."""
 
     @functools.wraps(original)
     def call(timers: Any, name: str, *args: Any, **kwargs: Any) -> _WatchedTimer:
@@ -56,7 +56,7 @@ def wrap_timers(original: Callable[..., Any], timeline: Timeline) -> Callable[..
 
 
 def _watch_timers(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a `Timers.__call__` whose timers report to this process's recorder."""
+    """Return a `Timers.__call__` with timers that report to this process's recorder."""
     return wrap_timers(original, _recorder().timeline)
 
 

@@ -1,8 +1,8 @@
 """Describe and apply patches, which replace names in Megatron and torch at run time.
 
-A patch names its targets, the reason, and the Megatron versions that have the targets. A missing target
-or an untested version of Megatron stops the run before training; otherwise a patch that no longer fits
-would silently change what is trained.
+A patch names its targets, the reason, and the Megatron versions that have the targets. A missing target or an
+untested version of Megatron stops the run before training. Otherwise a patch that no longer fits would silently
+change what is trained.
 """
 
 from __future__ import annotations

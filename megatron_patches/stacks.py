@@ -1,10 +1,9 @@
 """Let a rank write its Python stacks when it gets a signal, even while it waits in C code.
 
-`STACKS_SIGNAL` makes faulthandler write the stacks of all threads to `rank<N>.txt`. A thread sees that
-they were written and writes the last calls that torch's flight recorder holds to `rank<N>.pkl`. The same
-happens before SIGTERM ends a rank. When one rank has failed, the launcher ends the others with SIGTERM:
-gloo ends a rank whose peer's call does not match its own, and only the calls of all ranks tell which of
-them is wrong.
+`STACKS_SIGNAL` makes faulthandler write the stacks of all threads to `rank<N>.txt`. A thread sees that they were
+written and writes the last calls that torch's flight recorder holds to `rank<N>.pkl`. The same happens before
+SIGTERM ends a rank. When one rank has failed, the launcher ends the others with SIGTERM. gloo ends a rank if a
+peer's call does not match, and only the calls of all ranks tell which of them is wrong.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 All strategies of a comparison begin with the weights of one checkpoint, the shared initial checkpoint.
 
-`PATCH` replaces `FullyShardedDataParallel.__init__` (Megatron-FSDP) and
-`TorchFullyShardedDataParallel.__init__` (torch FSDP2), and loads that checkpoint before the model is
-wrapped. Without the patch, both would begin with weights of their own: Megatron-FSDP loads only its own
-checkpoint format, and its fresh weights depend on how it shards; torch FSDP2 loads torch_dist, but only
-what a model of the same layout saved. Before it is wrapped, the model loads the checkpoint as any other.
+`PATCH` replaces `FullyShardedDataParallel.__init__` (Megatron-FSDP) and `TorchFullyShardedDataParallel.__init__`
+(torch FSDP2), and loads that checkpoint before the model is wrapped. Without the patch, both would begin with
+weights of their own: Megatron-FSDP loads only its own checkpoint format, and its fresh weights depend on how it
+shards. torch FSDP2 loads torch_dist, but only what a model of the same strategy saved. Before it is wrapped, the
+model loads the checkpoint as any other.
 
 `WITH_NOISE` replaces `setup_model_and_optimizer` where the shared initial checkpoint is written, and adds
 noise to every parameter and buffer with equal elements. Without it, biases begin as 0 and norms as 1, and

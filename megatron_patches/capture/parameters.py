@@ -1,9 +1,9 @@
 """Find the position of each parameter and buffer of a rank in the full tensor.
 
-The position is the one in the model's own `sharded_state_dict`, which knows tensor, pipeline, virtual and
-expert parallelism, tied copies, and parameters that checkpoints hold in parts (the two halves of a gated
-MLP). The flat ranges of the distributed optimizer come from its own map of parameters. A `Piece` is a
-tensor of values with its position.
+The position comes from the model's own `sharded_state_dict`. It knows tensor, pipeline, virtual and expert
+parallelism, and tied copies. It also knows the parameters that checkpoints hold in parts, such as the two halves of
+a gated MLP. The flat ranges of the distributed optimizer come from its own map of parameters. A `Piece` is a tensor
+of values with its position.
 """
 
 from __future__ import annotations
@@ -229,10 +229,9 @@ def _full_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart |
 def _shard_state(chunk: torch.nn.Module) -> Any:
     """Return the chunk's sharded state dict.
 
-    Two faults of older versions are worked around. Before 0.19 Megatron takes every DTensor for one of
-    torch FSDP2, whose ranks have equally many rows; the DTensors of Megatron-FSDP are ranges of flat
-    buffers. With MTP, the model of 0.16 reads `dp_cp_group` from the caller's metadata, where only its
-    modules would add it.
+    Two faults of older versions are worked around. Before 0.19 Megatron takes every DTensor for one of torch FSDP2,
+    where ranks have equally many rows. The DTensors of Megatron-FSDP are ranges of flat buffers. With MTP, the
+    model of 0.16 reads `dp_cp_group` from the caller's metadata, where only its modules would add it.
     """
     from megatron.core import utils
     from megatron.core.transformer import utils as transformer_utils

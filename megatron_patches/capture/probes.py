@@ -199,10 +199,10 @@ class Probes:
     def _probe(self, value: Any, stage: CaptureStage, name: str, slot: str, call: _Call) -> Any:
         """Capture an input or output of a module, and return the value that the module must use in its place.
 
-        An activation is returned with a tap, which captures the value in the forward pass and its gradient in the
+        An activation is returned with a tap. The tap captures the value in the forward pass and its gradient in the
         backward pass, and may replace both. A parameter that a module returns, such as the bias of a row-parallel
-        linear, is captured without a gradient. Parameters that a module takes and values that are no tensors are not
-        captured.
+        linear, is captured without a gradient. Parameters that a module takes and values that are no tensors are
+        not captured.
 
         Args:
             value: The input or output.

@@ -52,7 +52,7 @@ def _is_router_without_replay(module: torch.nn.Module) -> bool:
 
 
 def _wrap_routing(routing: Callable[..., Any], choices: _Choices) -> Callable[..., Any]:
-    """Return a router's `routing` whose first choice goes through `choices`.
+    """Return a router's `routing` that makes its first choice through `choices`.
 
     The first choice is the first call of `torch.topk` over experts or of `group_limited_topk`. Later
     calls are the originals.
@@ -142,6 +142,6 @@ class _Choices:
         return expert_numbers.view(chosen.shape).to(chosen.device)
 
     def _make_tensor_key(self, slot: str) -> TensorKey:
-        """Return the key of a tensor of this router in the micro batch whose choice is made next."""
+        """Return the key of a tensor of this router in the next micro batch."""
         micro_batch = len(self._replacements)
         return TensorKey(CaptureStage.OUTPUTS, self._name, self._earlier + slot, micro_batch)

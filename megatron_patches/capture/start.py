@@ -1,8 +1,8 @@
 """Save, restore, replace and perturb what an iteration begins with: weights, buffers and states.
 
-An iteration that is repeated with weights that are off by one rounding error shows how strongly each
-tensor responds. The idea is from TTrace (arXiv:2506.09280), whose tolerance is the response of a tensor to
-a change of its input by the machine epsilon.
+An iteration that is repeated with weights that are off by one rounding error shows how strongly each tensor
+responds. The idea is from TTrace (arXiv:2506.09280). Its tolerance is the response of a tensor to a change of its
+input by the machine epsilon.
 """
 
 from __future__ import annotations

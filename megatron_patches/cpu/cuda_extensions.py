@@ -1,10 +1,9 @@
 """Leave CUDA code uncompiled that Megatron compiles at start-up or import.
 
-Targets: `torch.utils.cpp_extension.load_inline` and, up to Megatron 0.16,
-`megatron.legacy.fused_kernels.load`. Without the patch, a machine without nvcc would fail at the legacy
-fused kernels, which Megatron up to 0.16 loads on every start. From 0.15 on Megatron also builds an
-allocator for managed memory (at import in 0.15.0); it continues without the allocator if the build raises
-RuntimeError, so the patch raises one.
+Targets: `torch.utils.cpp_extension.load_inline` and, up to Megatron 0.16, `megatron.legacy.fused_kernels.load`.
+Without the patch, a machine without nvcc would fail at the legacy fused kernels, which Megatron up to 0.16 loads on
+every start. From 0.15 on Megatron also builds an allocator for managed memory (at import in 0.15.0). It continues
+without the allocator if the build raises RuntimeError, so the patch raises one.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class CpuEvent(torch.cpu.Event):
 
 
 def _make_constant(value: Any) -> Callable[[Any], Callable[..., Any]]:
-    """Return a `Replacement.make` whose function ignores its arguments and returns `value`."""
+    """Return a `Replacement.make` for a function that ignores its arguments and returns `value`."""
     return lambda _: lambda *args, **kwargs: value
 
 

@@ -1,10 +1,10 @@
 """Compute the global gradient norm of CPU ranks in double precision.
 
-Target: `l2_norm_impl` of `megatron.core.optimizer.clip_grads`. On a CPU torch adds squares one after
-another in fp32. In the gradient of a GPT-2 embedding, which has 3.2 million elements, the small squares
-are lost: after nine iterations of gpt2-tiny the norm has a relative error of 2.7e-4. The error depends on
-how TP cuts the tensor. Without the patch, clipping would scale the gradients of each strategy differently,
-and the loss curves would diverge. GPU kernels add in blocks and have no such error.
+Target: `l2_norm_impl` of `megatron.core.optimizer.clip_grads`. On a CPU torch adds squares one after another in
+fp32. In the gradient of a GPT-2 embedding, which has 3.2 million elements, the small squares are lost. After nine
+iterations of gpt2-tiny the norm has a relative error of 2.7e-4. The error depends on how TP cuts the tensor.
+Without the patch, clipping would scale the gradients of each strategy differently, and the loss curves would
+diverge. GPU kernels add in blocks and have no such error.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
-"""Run collectives on gloo whose parts differ in size because a router decides it.
+"""Run collectives on gloo with parts of different sizes, which a router decides.
 
-`PATCH` replaces `_gather_along_first_dim` and `_reduce_scatter_along_first_dim` of Megatron's mappings,
-and `allgather_params` of the layer-wise optimizer. The tensor-parallel ranks that share an expert each
-have as many tokens as were routed to it. NCCL gathers and reduce-scatters parts of any size, gloo only
-equal parts; without the patch, gloo would refuse them. An all-to-all takes parts of any size and sends
-the same bytes: every rank's part to every other rank. The layer-wise optimizer gathers lists of full
-weights, of which ranks have unequal numbers; there each rank broadcasts its own.
+`PATCH` replaces `_gather_along_first_dim` and `_reduce_scatter_along_first_dim` of Megatron's mappings, and
+`allgather_params` of the layer-wise optimizer. The tensor-parallel ranks that share an expert each have as many
+tokens as were routed to it. NCCL gathers and reduce-scatters parts of any size, gloo only equal parts; without the
+patch, gloo would refuse them. An all-to-all takes parts of any size and sends the same bytes: every rank's part to
+every other rank. The layer-wise optimizer gathers lists of full weights. Ranks have unequal numbers of weights, so
+each rank broadcasts its own.
 
-`SPLITS` replaces `maybe_move_tensor_to_cpu`. The all-to-all needs its split sizes as numbers. Megatron
-makes NumPy arrays of them where it copies them from a GPU; without the patch, tensors that are on the
-host already would stay tensors, which gloo refuses.
+`SPLITS` replaces `maybe_move_tensor_to_cpu`. The all-to-all needs its split sizes as numbers. Megatron makes NumPy
+arrays of them where it copies them from a GPU. Without the patch, tensors that are on the host already would stay
+tensors, and gloo refuses tensors.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def reduce_scatter_parts(
 def _replace_on_gloo(
     collective: Callable[[torch.Tensor, ProcessGroup, Sequence[int]], torch.Tensor],
 ) -> Callable[[Callable[..., torch.Tensor]], Callable[..., torch.Tensor]]:
-    """Return a `Replacement.make` whose function calls `collective` if the group uses gloo and rows are given.
+    """Return a `Replacement.make` for a function that calls `collective` if the group uses gloo and rows are given.
 
     Without rows, and for other backends, the function calls the original.
     """

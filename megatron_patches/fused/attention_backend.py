@@ -16,7 +16,7 @@ from megatron_patches.registry import Patch, Replacement, fused_patch, wrap_orig
 
 
 def use_only_backend(backend: SDPBackend) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a `Replacement.make` whose function uses only `backend` for scaled_dot_product_attention."""
+    """Return a `Replacement.make` for a function that computes scaled_dot_product_attention with `backend` alone."""
 
     @wrap_original
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,12 +1,12 @@
 """Let Megatron's distributed optimizer load what it saved of torch's Adam.
 
-Targets: `DistributedOptimizer.__init__`, and `HAVE_APEX_OR_TE` and `USING_APEX_OPTIMIZER` of its module.
-The distributed optimizer saves and loads what Apex's and Transformer Engine's Adam hold: two moments per
-parameter, and one step count per parameter group. torch's Adam has a step count per parameter, in a
-tensor. Without the patch, loading would fail (`assert len(steps) == 1`), because there is no count before
-the first step; and after loading all parameters would share one tensor, which would count each step many
-times. With the patch, torch's Adam has its count in the parameter groups and lends it to the parameters
-for the duration of a step. The two names let Megatron treat torch's Adam as Apex's.
+Targets: `DistributedOptimizer.__init__`, and `HAVE_APEX_OR_TE` and `USING_APEX_OPTIMIZER` of its module. The
+distributed optimizer saves and loads what Apex's and Transformer Engine's Adam hold: two moments per parameter, and
+one step count per parameter group. torch's Adam has a step count per parameter, in a tensor. Without the patch,
+loading would fail (`assert len(steps) == 1`), because there is no count before the first step. After loading, all
+parameters would share one tensor, which would count each step many times. With the patch, torch's Adam has its
+count in the parameter groups and lends it to the parameters for the duration of a step. The two names let Megatron
+treat torch's Adam as Apex's.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@
         optimizer.step()
 
 Each rank writes a folder `rank-<n>` with all activations, gradients, optimizer states and weights of the step.
-Modules and parameters keep the names that the program gives them, so a model that FSDP2 or tensor parallelism
-has changed in place can be compared with the same model on one rank. `parakit inspect --ckpt captures/tp2
---compare captures/one` names the first tensor that is wrong.
+Modules and parameters keep the names that the program gives them. So a model that FSDP2 or tensor parallelism has
+changed in place can be compared with the same model on one rank. `parakit inspect --ckpt captures/tp2 --compare
+captures/one` names the first tensor that is wrong.
 """
 
 from __future__ import annotations

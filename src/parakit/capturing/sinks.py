@@ -272,10 +272,10 @@ class RoundingProbe:
     def write(self, tensor_key: TensorKey, tensor: torch.Tensor) -> None:
         """Compare a tensor with the tensor that was written under its key, and keep the largest relative change.
 
-        The relative change is the norm of the difference over the norm of the written tensor. Integers, and
-        tensors without a written tensor of the same shape, are ignored. A tensor with an infinite element where
-        the written tensor is finite is ignored too: in fp16 the changed weights may overflow, which says
-        nothing about rounding.
+        The relative change is the norm of the difference over the norm of the written tensor. Integers, and tensors
+        without a written tensor of the same shape, are ignored. A tensor is ignored too if it has an infinite
+        element where the written tensor is finite. In fp16 the changed weights may overflow, which says nothing
+        about rounding.
         """
         if not tensor.is_floating_point():
             return
@@ -298,8 +298,8 @@ class RoundingProbe:
     def write_piece(self, stage: CaptureStage, slot: str, piece: Piece) -> None:
         """Compare this rank's part of a parameter, or of a tensor with the parameter's shape.
 
-        The largest relative change of a row of the gradient's running average (`exp_avg`) is also kept as the
-        change of the weight's update, because the update follows this average.
+        The weight's update follows the gradient's running average (`exp_avg`). So the largest relative change of a
+        row of this average is also kept as the change of the update.
         """
         tensor_key = TensorKey(stage, piece.name, slot)
         self.write(tensor_key, piece.values)
@@ -400,8 +400,8 @@ def _to_rows(values: torch.Tensor) -> torch.Tensor:
 def update_magnitude(moved: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
     """Estimate the distance that an update moves each weight if its gradient has the typical size of the row.
 
-    Adam divides a gradient by the gradient's own size. So a weight whose gradient consists of rounding errors
-    moves as far as any other weight. The result is scaled by the gradients of the whole row instead, so
+    Adam divides a gradient by the gradient's own size. So a weight moves as far as any other weight even if its
+    gradient consists of rounding errors. The result is scaled by the gradients of the whole row instead, so
     rounding can be judged by it.
 
     Args:

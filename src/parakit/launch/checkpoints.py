@@ -1,8 +1,8 @@
 """Check and prune a run's checkpoints while it trains, and select the one that a resume loads.
 
-A resume needs a complete checkpoint. After a NaN the checkpoint must also have given a loss since it was
-saved. Megatron saves its weights when it finds a NaN (`rerun_state_machine`, exit code 16), before the
-update that would use the NaN, but the weights themselves may already be damaged.
+A resume needs a complete checkpoint. After a NaN the checkpoint must also have given a loss since it was saved.
+When Megatron finds a NaN, it saves its weights before the update that would use the NaN (`rerun_state_machine`,
+exit code 16). The weights themselves may already be damaged.
 """
 
 from __future__ import annotations

@@ -64,9 +64,8 @@ def read_kit_commit() -> str | None:
 def identify_code(entry: MegatronEntry | None) -> CodeHashes:
     """Return hashes of the kit's files and of the files of the entry's Megatron.
 
-    `entry` is None for a Megatron in an image, which the image's digest identifies, and for a backend that
-    does not run Megatron; the result then has no Megatron hash. `PATCH_FILE=` is part of a run's specification
-    and not of this hash.
+    Without an `entry` the result has no Megatron hash: the digest of an image identifies the Megatron in it, and
+    some backends do not run Megatron. `PATCH_FILE=` is part of a run's specification and not of this hash.
     """
     kit = hash_sources(ROOT, KIT_FOLDERS)
     if entry is None:

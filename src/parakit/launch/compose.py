@@ -405,8 +405,8 @@ def initial_checkpoint_path(
 ) -> Path:
     """Return the folder of the initial checkpoint that runs of this model, seed and Megatron version share.
 
-    A model with a separate output layer (`untied`), or with noise, has other weights and so another folder.
-    An imported model has its own weights, whose folder is returned.
+    A model with a separate output layer (`untied`), or with noise, has other weights and so another folder. For an
+    imported model, the folder of its imported weights is returned.
     """
     imported = imported_weights_folder(model)
     if imported is not None:
@@ -424,8 +424,8 @@ def initial_checkpoint_path(
 def torchrun_command(ranks: int, python: str, nodes: Nodes | None = None) -> tuple[str, ...]:
     """Return torchrun's command for `ranks` ranks on this machine.
 
-    On one machine torchrun chooses a free port. Without `--local-addr` it would give its ranks the machine's
-    name as the address of rank 0, and if that name does not resolve, the ranks would try for ever.
+    On one machine torchrun chooses a free port. Without `--local-addr` it would give its ranks the machine's name
+    as the address of rank 0. If that name did not resolve, the ranks would try for ever.
     """
     if nodes:
         flags = nodes.torchrun_flags(ranks)
@@ -437,8 +437,8 @@ def torchrun_command(ranks: int, python: str, nodes: Nodes | None = None) -> tup
 def add_mounts(runtime: Runtime, data: str, options: Options) -> Runtime:
     """Return the runtime with the folders mounted that a container needs besides the kit.
 
-    These are the folders of the data set, of the runs, of patch files, and of initial checkpoints if the
-    runs folder only links to them. A runtime without container is returned as it is.
+    These are the folders of the data set, of the runs and of patch files. The folder of initial checkpoints is
+    mounted too if it is a link in the runs folder. A runtime without container is returned as it is.
     """
     if runtime.container is None:
         return runtime

@@ -79,10 +79,10 @@ _DESCRIPTIONS = "*/*-description.txt"
 def sample_index_folder(runs: Path, paths: Sequence[str]) -> Path:
     """Return the folder of Megatron's sample indices for data sets with their present content.
 
-    Megatron looks up an index by the path of the data set and not by its content. Two data sets that had one
-    name after each other would share an index. An index follows from the `.idx` alone, so the hash of the
-    `.idx` is in the folder's name, and for a blend one hash of all. If a data set cannot be opened,
-    HASH_PLACEHOLDER stands for the hash; only a dry run prints it.
+    Megatron looks up an index by the path of the data set and not by its content. Two data sets that had one name
+    after each other would share an index. An index follows from the `.idx` alone, so the folder's name has the hash
+    of the `.idx`. A blend has one hash of all its `.idx` files. If a data set cannot be opened, HASH_PLACEHOLDER
+    stands for the hash; only a dry run prints it.
     """
     try:
         hashes = [open_dataset(ROOT / path).index_sha256 for path in paths]

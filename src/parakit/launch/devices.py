@@ -171,7 +171,7 @@ def processor_name() -> str:
 
 
 def find_links(gpus: Sequence[Gpu]) -> tuple[DeviceLink, ...]:
-    """Return the link of each pair of GPUs, whose ranks are their positions; what NVML does not report is None."""
+    """Return the link of each pair of GPUs, with their positions as ranks; what NVML does not report is None."""
     return tuple(
         _describe_link(first, second, gpus[first], gpus[second])
         for first, second in combinations(range(len(gpus)), 2)

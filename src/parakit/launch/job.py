@@ -101,8 +101,8 @@ class Job:
     def read_script_flags(self) -> tuple[str, ...] | None:
         """Return the Megatron flags of the strategy's launch script.
 
-        None means that the job has no script, or that somebody has edited the script so that it does more than
-        name the strategy and its flags. Only a shell can evaluate such a script.
+        None means that the job has no script, or that somebody has edited it to do more than name the strategy and
+        its flags. Only a shell can evaluate such a script.
         """
         if self.script is None:
             return None

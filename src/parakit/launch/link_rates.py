@@ -1,9 +1,9 @@
 """`python -m parakit.launch.link_rates`: measure the links between this machine's devices, for `make doctor`.
 
-The result is JSON. It has the rate of an all-reduce between all visible GPUs with NCCL, or between two CPU
-ranks with gloo; with NNODES= and the other node variables one rank per node takes part. Beside it stands
-the link's own rate: NVLink's, the network card's, or for CPU ranks the rate of a plain TCP connection over
-loopback. GPU clocks are sampled during the measurement, with the reasons for throttling.
+The result is JSON. It has the rate of an all-reduce between all visible GPUs with NCCL, or between two CPU ranks
+with gloo. With NNODES= and the other node variables, one rank per node takes part. Beside it stands the link's own
+rate: NVLink's, the network card's, or for CPU ranks the rate of a plain TCP connection over loopback. GPU clocks
+are sampled during the measurement, with the reasons for throttling.
 """
 
 from __future__ import annotations

@@ -310,7 +310,7 @@ def _measure_collectives(workload: Workload, device: str) -> dict[str, float]:
 
 
 def _list_other_collectives(full_tensor: torch.Tensor, ranks: int) -> dict[Operation, Work]:
-    """Return functions that call the collectives other than all-reduce on a tensor, by operation."""
+    """Return functions that call reduce-scatter, all-gather and all-to-all on a tensor, by operation."""
     shard = torch.zeros_like(full_tensor[: len(full_tensor) // ranks])
     received = torch.zeros_like(full_tensor)
     return {
@@ -362,8 +362,8 @@ def _measure_latency(device: str, bytes_per_second: float | None) -> float:
 def added_seconds(with_wait: list[float], without_wait: list[float]) -> float:
     """Return the mean time of calls with a wait minus the mean time of calls without.
 
-    Neither the shortest nor the median call would do: an iteration is the sum of its calls. Of the calls over
-    gloo one in five waits for more than 1.5 ms, often on all ranks at once, until a gloo thread gets a core.
+    Neither the shortest nor the median call would do: an iteration is the sum of its calls. One in five calls over
+    gloo waits for more than 1.5 ms until a gloo thread gets a core, often on all ranks at once.
     """
     return statistics.mean(with_wait) - statistics.mean(without_wait)
 

@@ -2,9 +2,8 @@
 
 usage: python -m parakit.launch.network 1gbps 2 -- -m megatron_patches ENTRY FLAGS…
 
-Each namespace is a node of the run with half of the CPU ranks. What the halves send each other crosses a
-veth pair, whose two ends a token bucket (tc tbf) limits. Namespaces and link are removed when the run
-ends, even if it fails.
+Each namespace is a node of the run with half of the CPU ranks. A veth pair connects the halves, and a token bucket
+(tc tbf) at each end limits the rate. Namespaces and link are removed when the run ends, even if it fails.
 """
 
 from __future__ import annotations

@@ -202,8 +202,8 @@ def format_variables(options: Options) -> dict[str, str]:
 def _collect_values_of_groups(options: Options) -> dict[Setting, object]:
     """Return the values of make variables that have no field of their own in `Options`.
 
-    They are the variables of saving, W&B and several nodes, and variables whose value is stored in another form.
-    A variable that has its default is missing from the result, or its value is None or empty.
+    They are the variables of saving, W&B and several nodes, and the variables that `Options` stores in another
+    form. A variable that has its default is missing from the result, or its value is None or empty.
     """
     saving, wandb, nodes = options.saving, options.wandb, options.nodes
     bits = options.link_bits_per_second

@@ -77,7 +77,7 @@ def _name_way_to_transformer_engine(launch: Launch) -> str:
 
 
 def _list_ignored_flags(flags: Flags, context: int, *, on_gpu: bool) -> Iterator[str]:
-    """Yield the names of the flags whose values would change nothing.
+    """Yield the names of the flags that would change nothing with their values.
 
     `context` is the context-parallel size.
     """

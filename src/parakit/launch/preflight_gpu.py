@@ -125,7 +125,7 @@ def _smallest_gpu(launch: Launch) -> tuple[Gpu, int]:
 
 
 def _judge_fit(launch: Launch, batch: Batch, room: int) -> Fit:
-    """Return the planner's verdict on a launch whose ranks have `room` bytes each."""
+    """Return the planner's verdict on a launch with this batch if each rank has `room` bytes."""
     return judge_fit(launch.spec, _peak_memory(launch, batch), room)
 
 

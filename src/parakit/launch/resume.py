@@ -1,10 +1,9 @@
 """`make resume RUN=…`: continue a run from its newest valid checkpoint.
 
-With its own strategy the run continues in its own folder. Log, events and checkpoints are added to, and
-the files of the last attempt are moved to `attempts/`. With another strategy (STRATEGY=pp2) it becomes a new
-run in a new folder, which names its parent, because its times and memory differ from the parent's. A copy
-that `make reshard` wrote (CKPT=) is resumed as a new run too. It holds the optimizer states as the new
-strategy shards them.
+With its own strategy the run continues in its own folder. Log, events and checkpoints are added to, and the files
+of the last attempt are moved to `attempts/`. With another strategy (STRATEGY=pp2) it becomes a new run in a new
+folder, because its times and memory differ. The new run names its parent. A copy that `make reshard` wrote (CKPT=)
+is resumed as a new run too. It holds the optimizer states as the new strategy shards them.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ def _settle_status(
 
 
 def _explain_end(folder: Path, job: records.JobRecord, state: JobState | None) -> StatusRecord:
-    """Return the status of a job whose launcher left none, from Slurm or else from the log."""
+    """Return the status of a job that ended without its launcher writing one, from Slurm or else from the log."""
     if state is not None:
         status_kind, ending = ENDINGS.get(
             state.state, (Status.CRASHED, f"ended {state.state} in Slurm")

@@ -86,7 +86,7 @@ def _find_active_job(run: Path) -> str | None:
 
 
 def _remove_orphaned_container(run: Path, container: str) -> None:
-    """Remove the container of a run whose launcher had lost the engine.
+    """Remove the container that a run has left because its launcher had lost the engine.
 
     Raises:
         LaunchError: The engine still does not answer.

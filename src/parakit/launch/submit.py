@@ -109,7 +109,7 @@ def submit_array(name: str, launches: Sequence[Launch], console: Console) -> Non
 
 
 def spread_over_nodes(launch: Launch, count: int) -> Launch:
-    """Return the launch on `count` nodes, whose addresses are not known before the job starts."""
+    """Return the launch on `count` nodes. Their addresses are not known before the job starts."""
     options = launch.job.options
     assert options.slurm is not None
     job = launch.job.with_options(replace(options, slurm=replace(options.slurm, nodes=count)))
@@ -210,7 +210,7 @@ def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
 
 
 def _describe_task(folder: str, launch: Launch) -> ArrayTask:
-    """Return the array task whose command trains a run in the run folder `folder`.
+    """Return the array task that trains a run in the run folder `folder`.
 
     The task has the run's arguments and make variables. Its ranks do not start another container.
     """

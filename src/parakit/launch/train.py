@@ -167,8 +167,8 @@ def print_dry_run(launch: Launch) -> int:
     """Print the command of a launch, and what the user should know about the run; return 0, or 2 if it is refused.
 
     The reasons of a refusal are printed first, on stderr, because a command has many lines. Nothing is written, and
-    no data set is made. The sentences after the command say whether the run trains another model than it names,
-    uses another split, never reaches its learning rate, or has flags that the kit does not know.
+    no data set is made. Sentences after the command tell the user of another model size or split than the target
+    names, of a learning rate that is never reached, and of flags that the kit does not know.
     """
     exit_code = 0
     try:

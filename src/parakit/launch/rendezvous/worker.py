@@ -1,7 +1,7 @@
 """The side of every node but node 0: reach node 0, join its run, and notice when that run ends.
 
-A thread of its own does all access to the store. Some calls of torch wait without end: for a node 0 whose
-machine is lost, and for another program that listens at its address.
+A thread of its own does all access to the store. Some calls of torch wait without end if the machine of node 0 is
+lost, or if another program listens at its address.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GONE = StatusRecord(Status.CRASHED, None, "its launcher is gone.")
 
 
 class Worker(BackgroundThread, NodeGroup):
-    """The node group of a node other than 0, which stays in contact with node 0 during a `with` block."""
+    """The node group of any node but node 0. The node stays in contact with node 0 during a `with` block."""
 
     stop_seconds = 2.0
 

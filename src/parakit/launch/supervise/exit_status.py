@@ -254,7 +254,7 @@ def _explain_container_end(
     if not end.signals or signal_number is None:
         return None
     cause = signal.Signals(end.signals[-1]).name
-    # Podman has no engine of its own.
+    # Podman has no daemon, so the program itself has ended the container.
     intermediary = engine if end.program == "podman" else f"{engine}'s engine"
     reason = f"The container was ended by {cause} through {intermediary}{after}."
     # `docker stop` sends SIGTERM before SIGKILL. SIGKILL alone is `docker kill`.
@@ -264,7 +264,7 @@ def _explain_container_end(
 
 
 def make_killed_launcher_status(folder: Path) -> StatusRecord:
-    """Return the status of a run whose launcher was killed; the supervisor writes it in the launcher's place."""
+    """Return the status of a run after its launcher was killed; the supervisor writes it in the launcher's place."""
     reason = f"The launcher was killed{_after_last_iteration(folder)}; all ranks were ended."
     return StatusRecord(Status.INTERRUPTED, None, reason)
 

@@ -92,9 +92,9 @@ class HangWatch:
 def find_mismatched_call(stacks: Path, named: int | None) -> HangVerdict | None:
     """Return the verdict on a failed run if a rank's call did not match the other ranks'; else None.
 
-    Without such a call the stacks are removed, because the log names a rank that failed by itself. If the log
-    has `named` a rank, only a call that differs from another rank's call of the same number counts, because
-    later calls may fail on any rank.
+    Without such a call the stacks are removed, because the log names a rank that failed by itself. If the log has
+    `named` a rank, a call counts only if it differs from another rank's call of the same number. Later calls may
+    fail on any rank.
     """
     with suppress(UnreadableDumpError):
         evidence = replace(gather_evidence([stacks]), is_over=True)
@@ -121,8 +121,8 @@ def find_awaited_ranks(folder: Path) -> HangVerdict | None:
 def collect_stacks(ranks: Mapping[int, psutil.Process], stacks: Path) -> list[int]:
     """Ask every rank of this machine for its stacks, and wait until they are written or the time is over.
 
-    The time of the request is written to ASKED_FILE, because the signal ends some waits in C code: a rank that
-    hung there continues, and makes calls that it would not have made.
+    The time of the request is written to ASKED_FILE, because the signal ends some waits in C code. A rank that hung
+    there continues, and makes calls that it would not have made.
 
     Returns:
         The ranks that a signal had stopped (SIGSTOP). They are continued, because they could not answer.

@@ -2,10 +2,10 @@
 
 usage: python -m parakit.launch.supervise.supervisor FOLDER -- COMMAND…
 
-The launcher holds the other end of this process's standard input, so the launcher's death, for whatever
-reason, is an end of file here. Orphans of torchrun become children of this process (a child subreaper), so
-none is lost. The kernel signals torchrun when this process dies. If the launcher is gone, this process writes
-the run's final status.
+The launcher holds the other end of this process's standard input. If the launcher dies, for whatever reason, this
+process reads an end of file. Orphans of torchrun become children of this process (a child subreaper), so none is
+lost. The kernel signals torchrun when this process dies. If the launcher is gone, this process writes the run's
+final status.
 
 COMMAND may start a container. If its client ends first, the container is left as it is: the launcher asks the
 engine how the container ended, and ends it.
