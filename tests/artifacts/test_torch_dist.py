@@ -2,6 +2,7 @@ import os
 import pickle
 import shutil
 import warnings
+import zipfile
 from itertools import product
 from pathlib import Path
 
@@ -204,6 +205,14 @@ def test_piece_with_a_flipped_byte_is_read_as_saved_or_refused(tmp_path: Path) -
             assert "weights_only" not in str(error)  # noqa: PT017
             refused += 1
     assert refused > 24 * 4
+
+
+def test_an_archive_without_a_pickle_is_refused_with_this_reason(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "piece", "w") as archive:
+        archive.writestr("piece/version", "3")
+    part = StoredPart("piece", 0, (tmp_path / "piece").stat().st_size)
+    with pytest.raises(DamagedCheckpointError, match=r"damaged at byte 0 \(it has no data\.pkl\)$"):
+        read_piece(tmp_path, part)
 
 
 def test_a_piece_that_would_run_code_is_refused_without_advice_to_run_it(tmp_path: Path) -> None:

@@ -98,11 +98,12 @@ def verify_and_record(
     """
     verify_readable(checkpoint.path, should_continue)
     files = {}
-    for path in sorted(filter(Path.is_file, checkpoint.path.iterdir())):
+    for path in sorted(checkpoint.path.iterdir()):
+        if not path.is_file() or path.name == MANIFEST_FILE:
+            continue
         if not should_continue():
             raise ReadingStoppedError
-        if path.name != MANIFEST_FILE:
-            files[path.name] = _describe_file(path)
+        files[path.name] = _describe_file(path)
     weights = hash_weights(checkpoint.path)
     manifest = CheckpointManifest(checkpoint.iteration, files, weights)
     write_record(checkpoint.path / MANIFEST_FILE, manifest)
@@ -120,16 +121,17 @@ def check_unchanged(checkpoint: Checkpoint) -> None:
     if not checkpoint.is_verified:
         verify_and_record(checkpoint)
         return
-    for name, known in _read_manifest(checkpoint).files.items():
+    for name, recorded in _read_manifest(checkpoint).files.items():
         path = checkpoint.path / name
-        if flaw := describe_file_problem(path):
-            raise DamagedCheckpointError(f"{name} {flaw}")
+        problem = describe_file_problem(path)
+        if problem:
+            raise DamagedCheckpointError(f"{name} {problem}")
         size = path.stat().st_size
-        if size != known.size_bytes:
+        if size != recorded.size_bytes:
             raise DamagedCheckpointError(
-                f"{name} has {size} bytes, and had {known.size_bytes} when it was saved"
+                f"{name} has {size} bytes, and had {recorded.size_bytes} when it was saved"
             )
-        if _describe_file(path) != known:
+        if _describe_file(path) != recorded:
             raise DamagedCheckpointError(f"{name} is not what was saved: its sha256 differs")
 
 
@@ -155,8 +157,11 @@ def find_flaw(checkpoint: Checkpoint) -> str | None:
 
 def read_verified_weights_hash(folder: Path) -> str | None:
     """Return the hash of the newest checkpoint's weights from its manifest; None without a readable manifest."""
-    newest = next(iter(find_checkpoints(folder)), None)
-    if newest is None or not newest.is_verified:
+    checkpoints = find_checkpoints(folder)
+    if not checkpoints:
+        return None
+    newest = checkpoints[0]
+    if not newest.is_verified:
         return None
     try:
         return _read_manifest(newest).weights
@@ -188,9 +193,11 @@ def set_aside_newer_checkpoints(folder: Path, iteration: int) -> None:
     they are renamed with the prefix DAMAGED.
     """
     for checkpoint in find_checkpoints(folder):
-        if checkpoint.iteration > iteration and checkpoint.is_finished:
+        if checkpoint.iteration <= iteration:
+            continue
+        if checkpoint.is_finished:
             rename_damaged(checkpoint.path)
-        elif checkpoint.iteration > iteration:
+        else:
             shutil.rmtree(checkpoint.path)
 
 

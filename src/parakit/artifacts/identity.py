@@ -130,20 +130,18 @@ def identify_training(
     The arguments may have the form of a command line (`--num-layers`), or the form in which Megatron prints
     them (`num_layers`). Arguments that concern a single attempt, such as folders to write to, are dropped.
     """
-    plain_arguments = {
-        name.lstrip("-").replace("-", "_"): value for name, value in arguments.items()
-    }
+    training_arguments = {}
+    for name, value in arguments.items():
+        plain_name = name.lstrip("-").replace("-", "_")
+        if plain_name not in _ARGUMENTS_PER_ATTEMPT:
+            training_arguments[plain_name] = value
+    # The network interface of a machine does not change what is trained.
+    variables = {name: text for name, text in environment.items() if name not in INTERFACES}
     return TrainingIdentity(
         spec,
-        sorted_pairs(
-            {
-                name: value
-                for name, value in plain_arguments.items()
-                if name not in _ARGUMENTS_PER_ATTEMPT
-            }
-        ),
+        sorted_pairs(training_arguments),
         iterations,
-        sorted_pairs({name: text for name, text in environment.items() if name not in INTERFACES}),
+        sorted_pairs(variables),
         dataset,
     )
 

@@ -131,8 +131,9 @@ def lock_file(file: IO[bytes], shared: bool = False) -> None:
     Raises:
         BlockingIOError: Another process holds a lock that excludes this one.
     """
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _ERRORS_WITHOUT_LOCKS:
             raise

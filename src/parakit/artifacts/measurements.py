@@ -208,10 +208,11 @@ def count_tokens_per_expert(record: RoutingRecord) -> dict[int, TokenCounts]:
             counts = sums_by_layer.setdefault(routing.layer, [0] * len(routing.tokens_per_expert))
             for expert, num_tokens in enumerate(routing.tokens_per_expert):
                 counts[expert] += num_tokens
-    return {
-        iteration: tuple(tuple(counts) for _, counts in sorted(sums_by_layer.items()))
-        for iteration, sums_by_layer in sorted(sums.items())
-    }
+    counts_by_iteration: dict[int, TokenCounts] = {}
+    for iteration, sums_by_layer in sorted(sums.items()):
+        layers = sorted(sums_by_layer)
+        counts_by_iteration[iteration] = tuple(tuple(sums_by_layer[layer]) for layer in layers)
+    return counts_by_iteration
 
 
 MAX_FRACTION_MOVED_BY_ROUNDING = 0.01

@@ -177,14 +177,24 @@ class PlainUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {module}.{name}, and only plain data is read")
 
 
+def _read_pickle(archive: zipfile.ZipFile) -> bytes:
+    """Return the pickle of a `torch.save` file. It is read to its end, because only there its checksum is compared.
+
+    Raises:
+        ValueError: The archive has no pickle.
+    """
+    for name in archive.namelist():
+        if name.endswith("data.pkl"):
+            return archive.read(name)
+    raise ValueError("it has no data.pkl")
+
+
 def describe_saved(archive: zipfile.ZipFile) -> Any:
     """Return the object that `torch.save` wrote, with a `DescribedTensor` for each tensor. No values are read.
 
     Raises: Exception: The pickle is damaged; the type of the exception is not defined.
     """
-    name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-    # The member is read to its end, because only there its checksum is compared.
-    return InertUnpickler(io.BytesIO(archive.read(name))).load()
+    return InertUnpickler(io.BytesIO(_read_pickle(archive))).load()
 
 
 def find_foreign_function(archive: zipfile.ZipFile) -> str | None:
@@ -195,10 +205,12 @@ def find_foreign_function(archive: zipfile.ZipFile) -> str | None:
 
     Raises: Exception: The pickle is damaged; the type of the exception is not defined.
     """
-    name = next(name for name in archive.namelist() if name.endswith("data.pkl"))
-    unpickler = _NamingUnpickler(io.BytesIO(archive.read(name)))
+    unpickler = _NamingUnpickler(io.BytesIO(_read_pickle(archive)))
     unpickler.load()
-    return next(filter(_is_foreign_function, unpickler.names), None)
+    for name in unpickler.names:
+        if _is_foreign_function(name):
+            return name
+    return None
 
 
 def _is_foreign_function(name: str) -> bool:
@@ -280,17 +292,25 @@ def rewrite_saved(saved: bytes, change: Callable[[Any], Any]) -> bytes:
 
         Raises: Exception: The pickle is damaged; the type of the exception is not defined.
     """
+    # All members are in one folder of the archive, the root.
     with zipfile.ZipFile(io.BytesIO(saved)) as old:
-        members = {member.partition("/")[2]: old.read(member) for member in old.namelist()}
-        root = old.namelist()[0].partition("/")[0]
+        names = old.namelist()
+        members = {name.partition("/")[2]: old.read(name) for name in names}
+    root = names[0].partition("/")[0]
+
+    def read_storage(key: str) -> bytes:
+        return members[f"data/{key}"]
+
     pickled = io.BytesIO(members["data.pkl"])
-    content = change(_RewritableUnpickler(pickled, lambda key: members[f"data/{key}"]).load())
+    content = change(_RewritableUnpickler(pickled, read_storage).load())
     written = io.BytesIO()
     writer = _RewritingPickler(written)
     writer.dump(content)
+    # The old storages are replaced by those of the new content.
     new_members = {name: data for name, data in members.items() if not name.startswith("data/")}
     new_members["data.pkl"] = written.getvalue()
-    new_members |= {f"data/{key}": data for key, data in writer.storages.items()}
+    for key, data in writer.storages.items():
+        new_members[f"data/{key}"] = data
     new_file = io.BytesIO()
     with zipfile.ZipFile(new_file, "w") as archive:
         for name, data in new_members.items():

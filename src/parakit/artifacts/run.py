@@ -141,7 +141,9 @@ class CodeHashes:
         """
 
         def join_hashes(first: str | None, second: str | None) -> str | None:
-            return first if first == second else f"{first or 'none'}+{second or 'none'}"
+            if first == second:
+                return first
+            return f"{first or 'none'}+{second or 'none'}"
 
         return CodeHashes(
             kit=join_hashes(self.kit, later.kit) or self.kit,
@@ -414,8 +416,9 @@ def _has_recent_samples(folder: Path) -> bool:
     """Return True if any node wrote a sample less than ALIVE_SECONDS ago."""
     for node_folder in (folder, *(folder / NODES_FOLDER).glob("*")):
         try:
-            if time.time() - (node_folder / SAMPLES_FILE).stat().st_mtime < ALIVE_SECONDS:
-                return True
+            written = (node_folder / SAMPLES_FILE).stat().st_mtime
         except OSError:
-            continue
+            continue  # The node has written no sample yet.
+        if time.time() - written < ALIVE_SECONDS:
+            return True
     return False

@@ -123,28 +123,29 @@ def read_metadata(folder: Path) -> StoredMetadata:
 
 
 def _convert_metadata(metadata: Any) -> StoredMetadata:
-    """Return the content of torch's `Metadata`, of which `metadata` is a stand-in."""
-    all_parts, objects = [], dict[str, StoredPart]()
-    pieces_by_name = dict[str, dict[Shape, StoredPart]]()
+    """Return the content of torch's `Metadata`, for which `metadata` is a stand-in."""
+    all_parts: list[StoredPart] = []
+    objects: dict[str, StoredPart] = {}
+    pieces_by_name: dict[str, dict[Shape, StoredPart]] = {}
     for index, info in metadata.storage_data.items():
         name = str(index.fqn)
         part = StoredPart(str(info.relative_path), int(info.offset), int(info.length))
         all_parts.append(part)
+        # A piece of a tensor has the index of its first element. Other objects have none.
         offset = getattr(index, "offset", None)
         if isinstance(offset, tuple):
             pieces_by_name.setdefault(name, {})[offset] = part
         else:
             objects[name] = part
-    tensors = {
-        str(name): StoredTensor(
-            shape=entry.size,
-            dtype=_read_dtype(entry.properties),
-            sizes={chunk.offsets: chunk.sizes for chunk in entry.chunks},
-            parts=pieces_by_name.get(str(name), {}),
-        )
-        for name, entry in metadata.state_dict_metadata.items()
-        if hasattr(entry, "chunks")
-    }
+    tensors: dict[str, StoredTensor] = {}
+    for name, entry in metadata.state_dict_metadata.items():
+        if hasattr(entry, "chunks"):  # Other entries describe objects.
+            tensors[str(name)] = StoredTensor(
+                shape=entry.size,
+                dtype=_read_dtype(entry.properties),
+                sizes={chunk.offsets: chunk.sizes for chunk in entry.chunks},
+                parts=pieces_by_name.get(str(name), {}),
+            )
     return StoredMetadata(tensors, tuple(all_parts), objects)
 
 
@@ -319,10 +320,13 @@ def read_tensor(
         rows: Number of first rows to return; None for all rows.
     """
     begin, size = [0] * len(stored.shape), list(stored.shape)
+    row_dimension = 0
     if layer is not None:
+        # The first dimension of a stacked tensor is the layer.
         begin[0], size[0] = layer, 1
+        row_dimension = 1
     if rows is not None:
-        size[0 if layer is None else 1] = rows
+        size[row_dimension] = rows
     box = read_box(folder, stored, begin, size)
     return box if layer is None else box[0]
 
@@ -338,13 +342,14 @@ def read_box(
 
     box = torch.empty(tuple(size), dtype=getattr(torch, stored.dtype))
     for piece_begin, piece_size in stored.sizes.items():
+        # Range of indices in which piece and box overlap, per dimension of the full tensor.
+        overlap: list[tuple[int, int]] = []
         bounds = zip(piece_begin, piece_size, begin, size, strict=True)
-        # First and last index of the overlap of piece and box, per dimension of the full tensor.
-        overlap = [
-            (max(piece_first, box_first), min(piece_first + piece_length, box_first + box_length))
-            for piece_first, piece_length, box_first, box_length in bounds
-        ]
-        if any(first >= last for first, last in overlap):
+        for piece_first, piece_length, box_first, box_length in bounds:
+            first = max(piece_first, box_first)
+            end = min(piece_first + piece_length, box_first + box_length)
+            overlap.append((first, end))
+        if any(first >= end for first, end in overlap):
             continue
         piece = read_piece(folder, stored.parts[piece_begin]).reshape(tuple(piece_size))
         box[_make_slices(overlap, begin)] = piece[_make_slices(overlap, piece_begin)]

@@ -37,13 +37,12 @@ def write_metadata(folder: Path, stored: StoredMetadata) -> None:
     state_dict_metadata: dict[str, Any] = dict.fromkeys(stored.objects, BytesStorageMetadata())
     parts = {MetadataIndex(name): part for name, part in stored.objects.items()}
     for name, tensor in stored.tensors.items():
+        properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+        chunks = []
+        for offset, size in tensor.sizes.items():
+            chunks.append(ChunkStorageMetadata(torch.Size(offset), torch.Size(size)))
         state_dict_metadata[name] = TensorStorageMetadata(
-            TensorProperties(dtype=getattr(torch, tensor.dtype)),
-            torch.Size(tensor.shape),
-            [
-                ChunkStorageMetadata(torch.Size(offset), torch.Size(size))
-                for offset, size in tensor.sizes.items()
-            ],
+            properties, torch.Size(tensor.shape), chunks
         )
         for offset, part in tensor.parts.items():
             parts[MetadataIndex(name, torch.Size(offset))] = part

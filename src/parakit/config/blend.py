@@ -59,15 +59,14 @@ def pair_weights(arguments: Sequence[str]) -> tuple[BlendPart, ...]:
     """
     if len(arguments) == 1:
         return (BlendPart(arguments[0]),)
+    if not any(map(is_weight, arguments)):
+        return tuple(BlendPart(prefix) for prefix in arguments)
     text = shlex.join(arguments)
     # In a list with weights, every second argument is one, from the first on.
     weights, prefixes = arguments[::2], arguments[1::2]
-    is_weighted = [is_weight(weight) for weight in weights]
-    if len(arguments) % 2 or not any(is_weighted):
-        if any(is_weight(argument) for argument in arguments):
-            raise ValueError(f"{text} has a weight without a data set.")
-        return tuple(BlendPart(prefix) for prefix in arguments)
-    if not all(is_weighted) or any(is_weight(prefix) for prefix in prefixes):
+    if len(weights) != len(prefixes) or not any(map(is_weight, weights)):
+        raise ValueError(f"{text} has a weight without a data set.")
+    if not all(map(is_weight, weights)) or any(map(is_weight, prefixes)):
         raise ValueError(f"{text} has no weight before each data set.")
     if any(float(weight) <= 0 for weight in weights):
         raise ValueError(f"{text} has a weight that is not above 0.")

@@ -256,11 +256,12 @@ class Flags:
         Raises:
             ValueError: A value is not of its flag's kind.
         """
-        return {
-            flag.field: self._typed_value(flag)
-            for flag in flags_in_group(group)
-            if (flag.default is not None or self.has(flag.name)) and self.applies(flag)
-        }
+        values: dict[str, Any] = {}
+        for flag in flags_in_group(group):
+            has_value = flag.default is not None or self.has(flag.name)
+            if has_value and self.applies(flag):
+                values[flag.field] = self._typed_value(flag)
+        return values
 
     def _typed_value(self, flag: KnownFlag) -> Any:
         """Return the value of a flag, converted to the Python type of the flag's kind.
@@ -351,12 +352,13 @@ def values_by_flag(arguments: Sequence[str]) -> dict[str, list[str]]:
     If a flag occurs twice, its last occurrence counts. Values before the first flag are dropped.
     """
     values: dict[str, list[str]] = {}
-    # `current` is the list of the newest flag in `values`. Values before the first flag are dropped.
-    current: list[str] = []
+    # The list of the newest flag in `values`, or a list that nobody reads before the first flag.
+    newest: list[str] = []
     for argument in arguments:
         if argument.startswith("--"):
-            name, joined, value = argument.partition("=")
-            current = values[name] = [value] if joined else []
+            name, equals_sign, value = argument.partition("=")
+            newest = [value] if equals_sign else []
+            values[name] = newest
         else:
-            current.append(argument)
+            newest.append(argument)
     return values

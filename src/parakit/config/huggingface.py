@@ -73,13 +73,14 @@ def read_config_flags(path: Path) -> tuple[str, ...]:
             f"known are {', '.join(_KINDS)}, or write an .args file."
         )
     _refuse_unsupported(config)
-    dtype = config.one_of("dtype", _HALVES) or config.one_of("torch_dtype", _HALVES)
-    half = _HALVES[dtype or "bfloat16"]
+    dtype = config.one_of("dtype", _HALVES) or config.one_of("torch_dtype", _HALVES) or "bfloat16"
+    precision_flag = _HALVES[dtype]
     try:
         flags = _KINDS[kind](config)
     except KeyError as error:
         raise ConfigError(f"{path} lacks the field {error}; add it.") from None
-    return (*format_flags(flags), "--micro-batch-size", "1", *((half,) if half else ()))
+    arguments = (*format_flags(flags), "--micro-batch-size", "1")
+    return (*arguments, precision_flag) if precision_flag else arguments
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -120,13 +121,9 @@ def read_exact_config_flags(path: Path) -> tuple[str, ...]:
         )
     if config.has("quantization_config"):
         raise ConfigError(f"{path} has a quantization_config; convert the unquantised model.")
-    flags = merge_flags(
-        read_config_flags(path),
-        format_flags(_list_exact_flags(config)),
-    )
-    inexact_field = next(iter(_inexact(config)), None)
-    if inexact_field is not None:
-        field, value, wanted = inexact_field
+    planning_flags = read_config_flags(path)
+    flags = merge_flags(planning_flags, format_flags(_list_exact_flags(config)))
+    for field, value, wanted in _inexact(config):
         raise ConfigError(
             f"{path} has {field} = {json.dumps(value)}, which Megatron's flags cannot express; only "
             f"{wanted} can be converted; {MEGATRON_BRIDGE}."
@@ -322,6 +319,9 @@ def _refuse_unsupported(config: _Config) -> None:
 def _gpt2(config: _Config) -> dict[str, object]:
     """Return Megatron's flags for a GPT-2 config."""
     hidden = config.whole("n_embd")
+    activation = str(config.values.get("activation_function", "gelu_new"))
+    activation_flag = _ACTIVATIONS.get(activation, TANH_GELU)
+    ties_embeddings = config.values.get("tie_word_embeddings", True)
     return {
         "--num-layers": config.whole("n_layer"),
         "--hidden-size": hidden,
@@ -332,33 +332,35 @@ def _gpt2(config: _Config) -> dict[str, object]:
         "--vocab-size": config.whole("vocab_size"),
         "--hidden-dropout": config.number("resid_pdrop", 0.1),
         "--attention-dropout": config.number("attn_pdrop", 0.1),
-        "--untie-embeddings-and-output-weights": not config.values.get("tie_word_embeddings", True),
-        _ACTIVATIONS.get(
-            str(config.values.get("activation_function", "gelu_new")), TANH_GELU
-        ): True,
+        "--untie-embeddings-and-output-weights": not ties_embeddings,
+        activation_flag: True,
         _EPSILON: _other_epsilon(config.number("layer_norm_epsilon", 1e-5)),
     }
 
 
 def _llama(config: _Config) -> dict[str, object]:
     """Return Megatron's flags for a Llama config."""
-    heads = config.whole("num_attention_heads")
+    heads, hidden = config.whole("num_attention_heads"), config.whole("hidden_size")
     groups = config.maybe("num_key_value_heads") or heads
-    width = config.maybe("head_dim") or config.whole("hidden_size") // heads
+    has_groups = groups != heads
+    head_width = config.maybe("head_dim") or hidden // heads
+    # Megatron derives the width of a head if the heads together are as wide as the hidden states.
+    needs_head_width = head_width * heads != hidden
+    is_scaled = config.scaling == "llama3"
     return {
         "--num-layers": config.whole("num_hidden_layers"),
-        "--hidden-size": config.whole("hidden_size"),
+        "--hidden-size": hidden,
         "--ffn-hidden-size": config.whole("intermediate_size"),
         "--num-attention-heads": heads,
-        "--group-query-attention": groups != heads,
-        "--num-query-groups": groups if groups != heads else None,
-        "--kv-channels": width if width * heads != config.whole("hidden_size") else None,
+        "--group-query-attention": has_groups,
+        "--num-query-groups": groups if has_groups else None,
+        "--kv-channels": head_width if needs_head_width else None,
         "--seq-length": config.sequence,
         "--max-position-embeddings": config.whole("max_position_embeddings"),
         "--position-embedding-type": "rope",
         "--rotary-base": int(config.rotary["rope_theta"]),
-        "--use-rope-scaling": config.scaling == "llama3",
-        "--rope-scaling-factor": config.rotary["factor"] if config.scaling == "llama3" else None,
+        "--use-rope-scaling": is_scaled,
+        "--rope-scaling-factor": config.rotary["factor"] if is_scaled else None,
         "--normalization": "RMSNorm",
         "--swiglu": True,
         "--disable-bias-linear": True,
@@ -433,9 +435,15 @@ def _gpt_oss(config: _Config) -> dict[str, object]:
 
 
 def _deepseek_v3(config: _Config) -> dict[str, object]:
-    """Return Megatron's flags for a DeepSeek V3 config."""
-    layers, dense = config.whole("num_hidden_layers"), config.maybe("first_k_dense_replace", 0) or 0
-    shared = (config.maybe("n_shared_experts", 0) or 0) * config.whole("moe_intermediate_size")
+    """Return Megatron's flags for a DeepSeek V3 config.
+
+    A number that the config lacks or states as 0 gives no flag, because Megatron's flag is then absent too.
+    """
+    layers = config.whole("num_hidden_layers")
+    dense_layers = config.maybe("first_k_dense_replace", 0) or 0
+    layer_pattern = f"([0]*{dense_layers}+[1]*{layers - dense_layers})"
+    shared_experts = config.maybe("n_shared_experts", 0) or 0
+    shared_width = shared_experts * config.whole("moe_intermediate_size")
     return {
         **_qwen3(config),
         **_experts(config, "n_routed_experts", "moe_intermediate_size"),
@@ -445,8 +453,8 @@ def _deepseek_v3(config: _Config) -> dict[str, object]:
         "--qk-head-dim": config.whole("qk_nope_head_dim"),
         "--qk-pos-emb-head-dim": config.whole("qk_rope_head_dim"),
         "--v-head-dim": config.whole("v_head_dim"),
-        "--moe-shared-expert-intermediate-size": shared or None,
-        "--moe-layer-freq": f"([0]*{dense}+[1]*{layers - dense})" if dense else None,
+        "--moe-shared-expert-intermediate-size": shared_width or None,
+        "--moe-layer-freq": layer_pattern if dense_layers else None,
         "--moe-router-score-function": "sigmoid",
         "--moe-router-enable-expert-bias": True,
         "--moe-router-num-groups": config.maybe("n_group", 0) or None,
@@ -540,15 +548,17 @@ def _inexact_llama(config: _Config) -> Inexact:
     factor = rotary.get("factor", 1)
     if scaling == "linear" and factor != int(factor):
         yield "factor", factor, "a whole number"
-    for field in ("attention_factor", "mscale", "mscale_all_dim") if scaling == "yarn" else ():
-        if rotary.get(field) is not None:
-            yield field, rotary[field], "a model without that field"
+    if scaling == "yarn":
+        for field in ("attention_factor", "mscale", "mscale_all_dim"):
+            if rotary.get(field) is not None:
+                yield field, rotary[field], "a model without that field"
     # The width of a head that transformers takes without the field is not hidden_size / heads.
     if config.values["model_type"] in ("qwen3", "qwen3_moe") and not config.has("head_dim"):
         yield "head_dim", None, "a config that states it"
-    for field, value in _SCALING.items() if scaling == "llama3" else ():
-        if rotary.get(field, value) != value:
-            yield field, rotary[field], str(value)
+    if scaling == "llama3":
+        for field, only_value in _SCALING.items():
+            if rotary.get(field, only_value) != only_value:
+                yield field, rotary[field], str(only_value)
 
 
 _NO_COUNTERPART = {
@@ -590,8 +600,10 @@ def _differs_from_default(flags: Flags, name: str) -> bool:
 
     A flag that is present without a value gives True, and so does a flag that the table of flags does not have.
     """
-    if not flags.has(name) or name not in FLAGS or not flags.texts(name):
-        return flags.has(name)
+    if not flags.has(name):
+        return False
+    if name not in FLAGS or not flags.texts(name):
+        return True
     value, default = flags.text(name), str(FLAGS[name].default)
     try:
         return float(value) != float(default)
@@ -627,10 +639,12 @@ def _common_config(flags: Flags) -> dict[str, Any]:
         ConfigError: No model type combines this normalization with these positions.
     """
     normalization = flags.text("--normalization")
-    rotary = flags.text("--position-embedding-type") in ("rope", "yarn")
-    if normalization != ("RMSNorm" if rotary else "LayerNorm"):
+    positions, needed_normalization = "learned", "LayerNorm"
+    if flags.text("--position-embedding-type") in ("rope", "yarn"):
+        positions, needed_normalization = "rotary", "RMSNorm"
+    if normalization != needed_normalization:
         raise ConfigError(
-            f"--normalization {normalization} with {'rotary' if rotary else 'learned'} positions is "
+            f"--normalization {normalization} with {positions} positions is "
             "no type of model that is converted."
         )
     return {
@@ -677,36 +691,27 @@ def _find_rotary_type(flags: Flags) -> str:
         ConfigError: No model type that can be converted has both QK norms and biases of Q, K and V.
     """
     has_query_norm, has_bias = flags.has("--qk-layernorm"), flags.has("--add-qkv-bias")
-    if flags.has(_NO_ROTARY) and not (has_query_norm or has_bias or flags.has("--num-experts")):
+    has_experts = flags.has("--num-experts")
+    is_plain = not (has_query_norm or has_bias or has_experts)
+    if flags.has(_NO_ROTARY) and is_plain:
         return "smollm3"
     if has_query_norm and has_bias:
         raise ConfigError(
             "--qk-layernorm with --add-qkv-bias is no type of model that is converted; "
             f"{MEGATRON_BRIDGE}."
         )
-    if not flags.has("--num-experts"):
-        if has_query_norm:
-            return "qwen3"
-        return "qwen2" if has_bias else "llama"
     if has_query_norm:
-        return "qwen3_moe"
-    return "qwen2_moe" if has_bias else "mixtral"
+        return "qwen3_moe" if has_experts else "qwen3"
+    if has_bias:
+        return "qwen2_moe" if has_experts else "qwen2"
+    return "mixtral" if has_experts else "llama"
 
 
 def _rotary_config(flags: Flags) -> dict[str, Any]:
     """Return the `config.json` of a model with rotary positions and these flags."""
     model_type = _find_rotary_type(flags)
-    has_shared_expert = dict.fromkeys(
-        ("--moe-shared-expert-intermediate-size", "--moe-shared-expert-gate"),
-        model_type == "qwen2_moe",
-    )
-    wanted = {"--swiglu": True, "--disable-bias-linear": True, **has_shared_expert}
-    wanted[_NO_ROTARY] = model_type == "smollm3"
-    if model_type == "mixtral":
-        wanted["--moe-router-pre-softmax"] = False
-    _refuse_mixture(flags, _CLASSES[model_type].removesuffix("ForCausalLM"), wanted)
+    _refuse_other_flags(flags, model_type)
     heads, hidden = flags.integer("--num-attention-heads"), flags.integer("--hidden-size")
-    scaling = _rotary_scaling(flags)
     config = {
         "architectures": [_CLASSES[model_type]],
         "model_type": model_type,
@@ -718,7 +723,11 @@ def _rotary_config(flags: Flags) -> dict[str, Any]:
         "head_dim": flags.integer("--kv-channels", hidden // heads),
         "max_position_embeddings": flags.integer("--max-position-embeddings"),
         "rope_theta": float(flags.integer("--rotary-base")),
-        **({"rope_scaling": scaling} if scaling else {}),
+    }
+    scaling = _rotary_scaling(flags)
+    if scaling:
+        config["rope_scaling"] = scaling
+    config |= {
         "rms_norm_eps": flags.number(_EPSILON),
         "hidden_act": "silu",
         "attention_dropout": flags.number("--attention-dropout"),
@@ -730,12 +739,27 @@ def _rotary_config(flags: Flags) -> dict[str, Any]:
         config["mlp_bias"] = False
     if model_type == "smollm3":
         skips = re.findall("[01]", flags.text(_NO_ROTARY))
-        config["no_rope_layers"] = [int(skip == "0") for skip in skips]
+        config["no_rope_layers"] = [1 if skip == "0" else 0 for skip in skips]
         # The type's default is a token of SmolLM3's own vocabulary.
         config["pad_token_id"] = None
     if model_type in _ROUTED:
         config |= _experts_config(flags, model_type)
     return config
+
+
+def _refuse_other_flags(flags: Flags, model_type: str) -> None:
+    """Raise a ConfigError if a flag is present that the model type lacks, or absent although the type needs it."""
+    has_shared_expert = model_type == "qwen2_moe"
+    wanted = {
+        "--swiglu": True,
+        "--disable-bias-linear": True,
+        "--moe-shared-expert-intermediate-size": has_shared_expert,
+        "--moe-shared-expert-gate": has_shared_expert,
+        _NO_ROTARY: model_type == "smollm3",
+    }
+    if model_type == "mixtral":
+        wanted["--moe-router-pre-softmax"] = False
+    _refuse_mixture(flags, _CLASSES[model_type].removesuffix("ForCausalLM"), wanted)
 
 
 def _experts_config(flags: Flags, model_type: str) -> dict[str, Any]:

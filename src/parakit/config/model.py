@@ -286,9 +286,15 @@ class ModelShape:
             depths: Number of layers of multi-token prediction that are added to the model's layers. These have
                 attention. Their MLP is dense if the last layer of the model has a dense MLP.
         """
-        counts = [len(layers) for _, layers in self.layer_kinds]
-        counts[self.mtp_is_dense] += depths
-        return tuple(zip(counts, (kind for kind, _ in self.layer_kinds), strict=True))
+        counts: list[int] = []
+        shapes: list[ModelShape] = []
+        for shape, layers in self.layer_kinds:
+            counts.append(len(layers))
+            shapes.append(shape)
+        # Kinds with attention come first. If there are two of them, the second one is dense.
+        mtp_kind = 1 if self.mtp_is_dense else 0
+        counts[mtp_kind] += depths
+        return tuple(zip(counts, shapes, strict=True))
 
     @property
     def mtp_is_dense(self) -> bool:
@@ -332,7 +338,9 @@ class ModelShape:
         window = self.window
         if not 0 < window < length:
             return length
-        return length - self.windowed_fraction * (length - window * (2 - (window - 1) / length))
+        # The first tokens have fewer than `window` tokens to attend to.
+        windowed_length = window * (2 - (window - 1) / length)
+        return length - self.windowed_fraction * (length - windowed_length)
 
     def padded_vocabulary(self, tensor: int = 1) -> int:
         """Return the rows of the embedding over all `tensor` TP ranks (Megatron's
@@ -551,7 +559,9 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
     stated = flags.fields("shape")
     _refuse_negative_dimensions(flags)
     layers = stated["layers"]
+    has_experts = bool(stated.get("experts", 0))
     has_learned_positions = flags.text("--position-embedding-type") == "learned_absolute"
+    balancing_coefficient = flags.text("--moe-aux-loss-coeff", "0").strip("[]")
     shape = ModelShape(
         **(_derive_default_dimensions(stated, flags) | stated),
         positions=flags.integer("--max-position-embeddings") if has_learned_positions else 0,
@@ -560,16 +570,18 @@ def shape_from_flags(name: str, flags: Flags) -> ModelShape:
         sink=flags.text("--softmax-type") == "learnable",
         clamps_activations=_clamps_activations(flags),
         latent=_parse_latent_attention(flags),
-        load_balancing=flags.text("--moe-aux-loss-coeff", "0").strip("[]") not in ("0", "0.0"),
+        load_balancing=balancing_coefficient not in ("0", "0.0"),
         router_z_loss=flags.has("--moe-z-loss-coeff"),
-        dense_layers=_parse_dense_layers(flags, layers) if stated.get("experts", 0) else (),
+        dense_layers=_parse_dense_layers(flags, layers) if has_experts else (),
         linear=_parse_linear_attention(flags),
         linear_layers=_parse_linear_layers(flags, layers),
         window=_parse_window(flags),
         windowed_fraction=_parse_windowed_fraction(flags, layers),
     )
     _refuse_empty_dimensions(name, shape)
-    return _hybrid_shape(shape, flags) if flags.has("--hybrid-layer-pattern") else shape
+    if flags.has("--hybrid-layer-pattern"):
+        return _hybrid_shape(shape, flags)
+    return shape
 
 
 def _refuse_negative_dimensions(flags: Flags) -> None:
@@ -670,10 +682,13 @@ def _parse_window(flags: Flags) -> int:
         ValueError: The value is not a pair of numbers.
     """
     text = flags.text("--window-size")
+    if not text:
+        return 0
     pair = re.fullmatch(r"\(?(-?\d+),(-?\d+)\)?", text.replace(" ", ""))
-    if text and not pair:
+    if pair is None:
         raise ValueError(f"--window-size {text} is no pair of numbers; write a pair such as 127,0.")
-    return max(0, int(pair[1]) + 1) if pair else 0
+    earlier_tokens = int(pair[1])  # -1 means all of them, without a window.
+    return max(0, earlier_tokens + 1)
 
 
 def default_ffn_hidden(hidden: int, swiglu: bool) -> int:
@@ -731,12 +746,12 @@ def _parse_layer_pattern(
         pattern = None
     if isinstance(pattern, int) and pattern > 0:
         return tuple(layer for layer in range(layers) if is_selected(layer, pattern))
-    if not isinstance(pattern, list) or len(pattern) != layers:
-        raise ValueError(
-            f"{name} {text[:60]} is neither a number above 0 nor a list for {layers} layers; write a "
-            "number, or a list such as [0]*1+[1]*3."
-        )
-    return tuple(layer for layer, selects in enumerate(pattern) if selects)
+    if isinstance(pattern, list) and len(pattern) == layers:
+        return tuple(layer for layer, mark in enumerate(pattern) if mark)
+    raise ValueError(
+        f"{name} {text[:60]} is neither a number above 0 nor a list for {layers} layers; write a "
+        "number, or a list such as [0]*1+[1]*3."
+    )
 
 
 def _evaluate_pattern(node: ast.expr) -> Any:

@@ -115,8 +115,9 @@ class Recompute:
             return ()
         if self.is_block_method:
             return (1,) * min(self.layers, layers)
-        full_groups, remaining_layers = divmod(layers, self.layers)
-        return (self.layers,) * full_groups + (remaining_layers,) * (remaining_layers > 0)
+        num_full_groups, remaining_layers = divmod(layers, self.layers)
+        full_groups = (self.layers,) * num_full_groups
+        return (*full_groups, remaining_layers) if remaining_layers else full_groups
 
 
 Recompute.NONE = Recompute()

@@ -233,9 +233,9 @@ class RunSpec:
         If a pipeline layout states the virtual stages, this parallelism has 1 virtual stage. The reason is that
         Megatron refuses a layout together with a flag for virtual stages.
         """
-        return (
-            replace(self.parallelism, virtual_stages=1) if self.stages.layout else self.parallelism
-        )
+        if self.stages.layout:
+            return replace(self.parallelism, virtual_stages=1)
+        return self.parallelism
 
     @property
     def trained_shape(self) -> ModelShape:
@@ -382,9 +382,10 @@ class RunSpec:
             return (0,) * split.virtual_stages
         if len(layers) == all_layers:
             return self.stages.layers_per_chunk(all_layers, *degrees, pipeline_rank)
-        return _count_layers_per_chunk(self.stages, all_layers, frozenset(layers), *degrees)[
-            pipeline_rank
-        ]
+        counts_by_rank = _count_layers_per_chunk(
+            self.stages, all_layers, frozenset(layers), *degrees
+        )
+        return counts_by_rank[pipeline_rank]
 
     def num_layers_on_stage(self, pipeline_rank: int) -> int:
         """Return the number of layers on one pipeline rank, over its virtual stages."""
@@ -451,9 +452,14 @@ class RunSpec:
         """
         if not self.shape.dense_layers:
             return 0, 0
-        dense = self.dense_layers_per_chunk(pipeline_rank)
-        chunks = map(self.recompute.layers_per_checkpoint, self.layers_per_chunk(pipeline_rank))
-        return sum(dense), sum(map(min, dense, map(sum, chunks)))
+        dense_per_chunk = self.dense_layers_per_chunk(pipeline_rank)
+        layers_per_chunk = self.layers_per_chunk(pipeline_rank)
+        num_recomputed = 0
+        for dense, layers in zip(dense_per_chunk, layers_per_chunk, strict=True):
+            # Layers are recomputed from the first layer of the virtual stage on.
+            recomputed = sum(self.recompute.layers_per_checkpoint(layers))
+            num_recomputed += min(dense, recomputed)
+        return sum(dense_per_chunk), num_recomputed
 
     def uniform_stage_specs(self, pipeline_rank: int) -> tuple[RunSpec, ...]:
         """Return runs with equal stages, whose stages together have the layers of this pipeline rank.
@@ -486,13 +492,11 @@ class RunSpec:
         even_spec = replace(self, stages=EVEN_SPLIT, shape=shape)
         if not self.recompute.is_block_method:
             return even_spec
-        return replace(
-            even_spec,
-            parallelism=replace(self.parallelism, virtual_stages=1),
-            recompute=Recompute(method="block", layers=recomputed)
-            if recomputed
-            else Recompute.NONE,
-        )
+        recompute = Recompute.NONE
+        if recomputed:
+            recompute = Recompute(method="block", layers=recomputed)
+        parallelism = replace(self.parallelism, virtual_stages=1)
+        return replace(even_spec, parallelism=parallelism, recompute=recompute)
 
     @cached_property
     def mtp_joining_spec(self) -> RunSpec:
@@ -535,17 +539,19 @@ def _count_layers_per_chunk(
         layers: Number of all layers.
         selected_layers: Indices, from 0, of the layers that count.
     """
-    counts = [stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)]
-    counts_by_rank: list[list[int]] = [[] for _ in counts]
-    first = 0
-    for stage in range(virtual):
-        for rank, chunks in enumerate(counts):
-            next_first = first + chunks[stage]
-            counts_by_rank[rank].append(
-                sum(first <= layer < next_first for layer in selected_layers)
-            )
-            first = next_first
-    return tuple(tuple(chunks) for chunks in counts_by_rank)
+    chunks_by_rank = [
+        stages.layers_per_chunk(layers, pipeline, virtual, rank) for rank in range(pipeline)
+    ]
+    counts_by_rank: list[list[int]] = [[] for _ in range(pipeline)]
+    first = 0  # The first layer of the current virtual stage.
+    # The model's layers are dealt to the first virtual stage of all ranks, then to the second, and so on.
+    for virtual_stage in range(virtual):
+        for rank in range(pipeline):
+            end = first + chunks_by_rank[rank][virtual_stage]
+            num_selected = sum(first <= layer < end for layer in selected_layers)
+            counts_by_rank[rank].append(num_selected)
+            first = end
+    return tuple(map(tuple, counts_by_rank))
 
 
 def spec_from_model(model: Model, parallelism: Parallelism, batch: Batch) -> RunSpec:
@@ -694,12 +700,10 @@ def _state_flags(types: StateTypes) -> tuple[str, ...]:
 
     The result is empty for the usual types.
     """
-    if types.precision_aware:
-        return (
-            *format_fields_as_flags(types, "state_types"),
-            *((_OFFLOAD,) if types.offloaded_fraction else ()),
-        )
-    return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
+    if not types.precision_aware:
+        return ("--grad-reduce-in-bf16",) if types.gradients == "bf16" else ()
+    flags = format_fields_as_flags(types, "state_types")
+    return (*flags, _OFFLOAD) if types.offloaded_fraction else flags
 
 
 def parse_state_types(flags: Flags) -> StateTypes:

@@ -79,12 +79,12 @@ def settings_by_field(options: type) -> dict[str, Setting]:
 
     A field has a variable if its type is `Annotated` with a `Setting`. Other fields are left out.
     """
-    return {
-        name: annotation
-        for name, kind in get_type_hints(options, include_extras=True).items()
-        for annotation in getattr(kind, "__metadata__", ())
-        if isinstance(annotation, Setting)
-    }
+    settings: dict[str, Setting] = {}
+    for name, kind in get_type_hints(options, include_extras=True).items():
+        for annotation in getattr(kind, "__metadata__", ()):
+            if isinstance(annotation, Setting):
+                settings[name] = annotation
+    return settings
 
 
 def format_setting(value: object) -> str:
@@ -138,14 +138,16 @@ def _parse_number(
         ValueError: The text is no number, or the number is out of bounds.
     """
     number = int(text) if whole else float(text)
-    if lower and number < float(lower):
+    if not number < float(below or "inf"):  # Infinity and NaN are refused, too.
         raise ValueError(text)
-    if lower and lower_kind == "above" and number == float(lower):
-        raise ValueError(text)
-    if not number < float(below or "inf"):
-        raise ValueError(text)
-    if upper and not (text.isdecimal() and number <= int(upper)):
-        raise ValueError(text)
+    if lower:
+        is_excluded = lower_kind == "above" and number == float(lower)
+        if number < float(lower) or is_excluded:
+            raise ValueError(text)
+    if upper:
+        has_only_digits = text.isdecimal()
+        if not has_only_digits or number > int(upper):
+            raise ValueError(text)
     return number
 
 
@@ -207,17 +209,18 @@ def _find_data(text: str) -> str:
     prefix = _find_data_prefix(text)
     if Path(f"{ROOT / prefix}.idx").is_file():
         return prefix
-    arguments = [
-        argument if is_weight(argument) else _find_data_prefix(argument)
-        for argument in split_arguments(text)
-    ]
+    arguments: list[str] = []
+    for argument in split_arguments(text):
+        arguments.append(argument if is_weight(argument) else _find_data_prefix(argument))
     try:
         parts = parse_blend(shlex.join(arguments))
     except ValueError as error:
         raise SettingError(
             f"DATA={error} Write the data sets alone, or a weight above 0 before each: DATA='0.3 a 0.7 b'."
         ) from None
-    return format_blend(parts) if len(parts) > 1 else prefix
+    if len(parts) == 1:
+        return prefix
+    return format_blend(parts)
 
 
 def _find_data_prefix(text: str) -> str:

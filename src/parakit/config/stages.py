@@ -12,6 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from math import ceil
 
 from parakit.config.flags import Flags, format_fields_as_flags
 
@@ -135,15 +136,17 @@ class StageSplit:
 
         The result is empty if Megatron accepts the split.
         """
-        remaining_layers = layers - self.first - self.last
-        other_stages = pipeline - (self.first > 0) - (self.last > 0)
-        is_possible = other_stages >= 0 and remaining_layers >= 0
-        if not is_possible or (remaining_layers == 0) != (other_stages == 0):
-            return f"{remaining_layers} layers are left for {max(0, other_stages)} other stages"
-        if other_stages and remaining_layers % other_stages:
-            return f"the other {remaining_layers} layers do not divide over {other_stages} other stages"
         layers_per_stage = [count for count in (self.first, self.last) if count]
+        remaining_layers = layers - sum(layers_per_stage)
+        other_stages = pipeline - len(layers_per_stage)
+        is_possible = other_stages >= 0 and remaining_layers >= 0
+        are_both_used_up = remaining_layers == 0 and other_stages == 0
+        is_one_used_up = remaining_layers == 0 or other_stages == 0
+        if not is_possible or (is_one_used_up and not are_both_used_up):
+            return f"{remaining_layers} layers are left for {max(0, other_stages)} other stages"
         if other_stages:
+            if remaining_layers % other_stages:
+                return f"the other {remaining_layers} layers do not divide over {other_stages} other stages"
             layers_per_stage.append(remaining_layers // other_stages)
         if any(count % virtual for count in layers_per_stage):
             return f"{virtual} virtual stages do not divide a stage's layers"
@@ -177,10 +180,13 @@ def front_loaded_layout(layers: int, stages: int, depths: int) -> StageSplit:
     The last stages therefore have fewer layers or none. This makes room on the last stage for `depths` layers of
     multi-token prediction and for the loss.
     """
-    full_count = -(-layers // stages)
-    return _layout(
-        [min(full_count, max(0, layers - stage * full_count)) for stage in range(stages)], depths
-    )
+    layers_of_full_stage = ceil(layers / stages)
+    layers_per_stage: list[int] = []
+    remaining = layers
+    for _ in range(stages):
+        layers_per_stage.append(min(layers_of_full_stage, remaining))
+        remaining -= layers_per_stage[-1]
+    return _layout(layers_per_stage, depths)
 
 
 def _layout(counts: Sequence[int], depths: int = 0) -> StageSplit:
@@ -201,7 +207,8 @@ def _split_layout(layout: str) -> tuple[str, ...]:
     text = layout.replace(",", "")
     # Parentheses may be nested. Each pass expands one innermost group or letter.
     while match := _REPEATED.search(text):
-        repeated = (match[1] or match[2]) * int(match[3])
+        group, letter, times = match.groups()
+        repeated = (group or letter) * int(times)
         text = text[: match.start()] + repeated + text[match.end() :]
     return tuple(text.split("|"))
 
@@ -227,12 +234,12 @@ def virtual_degrees(stages: StageSplit, layers: int, pipeline: int) -> tuple[int
 
     The result is empty if Megatron refuses the split for any number.
     """
-    max_degree = -(-(layers + stages.counted_ends) // pipeline)
-    return tuple(
-        degree
-        for degree in range(1, max_degree + 1)
-        if not stages.find_problem(layers, pipeline, degree)
-    )
+    max_layers_per_stage = ceil((layers + stages.counted_ends) / pipeline)
+    degrees = []
+    for degree in range(1, max_layers_per_stage + 1):
+        if not stages.find_problem(layers, pipeline, degree):
+            degrees.append(degree)
+    return tuple(degrees)
 
 
 def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | None:
@@ -249,11 +256,14 @@ def find_uneven_split(layers: int, pipeline: int, virtual: int) -> StageSplit | 
     ):
         if split.find_problem(layers, pipeline, virtual):
             continue
-        ends = (split.layers_per_chunk(layers, pipeline, 1, rank) for rank in (0, pipeline - 1))
-        if all(map(sum, ends)):
+        layers_of_first = sum(split.layers_per_chunk(layers, pipeline, 1, rank=0))
+        layers_of_last = sum(split.layers_per_chunk(layers, pipeline, 1, rank=pipeline - 1))
+        if layers_of_first and layers_of_last:
             return split
-    other_layers = -(-layers // (pipeline * virtual)) * virtual
-    shorter = StageSplit(last=layers - (pipeline - 1) * other_layers)
+    # All stages but the last have a multiple of the virtual stages, rounded up.
+    layers_per_chunk = ceil(layers / (pipeline * virtual))
+    layers_per_other_stage = layers_per_chunk * virtual
+    shorter = StageSplit(last=layers - (pipeline - 1) * layers_per_other_stage)
     if shorter.last > 0 and not shorter.find_problem(layers, pipeline, virtual):
         return shorter
     return None

@@ -12,7 +12,7 @@ identified by its `Parallelism`.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -309,28 +309,36 @@ def strategy_name(parallelism: Parallelism) -> str:
     """
     if parallelism.schedule:
         return _name_scheduled_pipeline(parallelism.schedule, parallelism)
-    expert, virtual = parallelism.expert, parallelism.virtual_stages
-    # If EP does not divide DP, the name leaves DP out: it follows from the number of devices.
-    replicas = 1 if parallelism.data % expert else parallelism.data // expert
+    expert = parallelism.expert
     product = ""
     if parallelism.tensor > 1:
-        product += f"{'sp' if parallelism.sequence_parallel else 'tp'}{parallelism.tensor}"
+        tensor_name = "sp" if parallelism.sequence_parallel else "tp"
+        product += f"{tensor_name}{parallelism.tensor}"
     if parallelism.context > 1:
         product += f"cp{parallelism.context}"
     if parallelism.pipeline > 1:
-        # `vpp2` means two virtual stages, so only other numbers are named.
-        suffix = f"x{virtual}" if virtual > 2 else ""
-        product += f"{'vpp' if virtual > 1 else 'pp'}{parallelism.pipeline}{suffix}"
+        product += _name_pipeline(parallelism)
     if expert > 1:
         product += f"ep{expert}"
-    if replicas > 1:
-        product += f"dp{replicas}"
+    # If EP does not divide DP, the name leaves DP out: it follows from the number of devices.
+    if parallelism.data % expert == 0 and parallelism.data > expert:
+        product += f"dp{parallelism.data // expert}"
     name = product or "baseline"
     if parallelism.expert_tensor:
         name += f"-etp{parallelism.expert_tensor}"
     if parallelism.sharding:
         name += f"-{parallelism.sharding}"
     return name
+
+
+def _name_pipeline(parallelism: Parallelism) -> str:
+    """Return the name of a pipeline without a schedule, such as `pp2`, `vpp2` (two virtual stages) or `vpp2x4`."""
+    pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
+    if virtual == 1:
+        return f"pp{pipeline}"
+    if virtual == 2:
+        return f"vpp{pipeline}"
+    return f"vpp{pipeline}x{virtual}"
 
 
 def _name_scheduled_pipeline(schedule: PipelineSchedule, parallelism: Parallelism) -> str:
@@ -479,11 +487,14 @@ def _parse_sharding(flags: Flags) -> Sharding:
     if flags.has("--use-torch-fsdp2"):
         return Sharding.FSDP2
     if flags.has("--use-megatron-fsdp") or flags.has("--use-custom-fsdp"):
-        return {
-            "optim": Sharding.ZERO1,
-            "optim_grads": Sharding.ZERO2,
-            "optim_grads_params": Sharding.ZERO3,
-        }.get(flags.text("--data-parallel-sharding-strategy"), Sharding.NONE)
+        match flags.text("--data-parallel-sharding-strategy"):
+            case "optim":
+                return Sharding.ZERO1
+            case "optim_grads":
+                return Sharding.ZERO2
+            case "optim_grads_params":
+                return Sharding.ZERO3
+        return Sharding.NONE
     return Sharding.ZERO1 if flags.has("--use-distributed-optimizer") else Sharding.NONE
 
 
@@ -505,20 +516,24 @@ def _parse_grammar(text: str, devices: int, expert_tensor: int) -> Parallelism:
         # A sharding alone, such as `zero3`, is over all devices.
         sharding = product
         product = f"dp{devices}" if devices > 1 else "baseline"
-    degrees = {} if product == "baseline" else _parse_degrees(product, text)
-    expert = degrees.get("ep", 1)
+    factors = _NO_FACTORS if product == "baseline" else _parse_factors(product, text)
+    degrees = factors.degrees
+    tensor, expert = degrees.get("tp", 1), degrees.get("ep", 1)
+    # Megatron refuses experts under tensor parallelism without sequence parallelism.
+    needs_sequence_parallel = tensor > 1 and expert > 1
     parallelism = Parallelism(
         data=degrees.get("dp", 1) * expert,
-        tensor=degrees.get("tp", 1),
+        tensor=tensor,
         pipeline=degrees.get("pp", 1),
         context=degrees.get("cp", 1),
         expert=expert,
-        virtual_stages=degrees.get("virtual", 1),
-        # Megatron refuses experts under tensor parallelism without sequence parallelism.
-        sequence_parallel="is_sp" in degrees or (expert > 1 and degrees.get("tp", 1) > 1),
+        virtual_stages=factors.virtual_stages,
+        sequence_parallel=factors.has_sequence_parallel or needs_sequence_parallel,
         sharding=Sharding(sharding),
     ).with_expert_tensor(named_expert_tensor or expert_tensor)
-    return parallelism if "dp" in degrees else _fit_experts_to_devices(parallelism, devices)
+    if "dp" in degrees:
+        return parallelism
+    return _fit_experts_to_devices(parallelism, devices)
 
 
 def _parse_suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
@@ -529,17 +544,22 @@ def _parse_suffixes(text: str, suffixes: Sequence[str]) -> tuple[int, str]:
     Raises:
         StrategyError: A suffix is neither an ETP nor a sharding, or the ETP stands after the sharding.
     """
-    match = _EXPERT_TENSOR.fullmatch(suffixes[0]) if suffixes else None
-    sharding = "-".join(suffixes[1:] if match else suffixes)
+    sharding_parts = list(suffixes)
+    expert_tensor = None
+    if suffixes:
+        match = _EXPERT_TENSOR.fullmatch(suffixes[0])
+        if match:
+            expert_tensor = int(match[1])
+            del sharding_parts[0]
+    sharding = "-".join(sharding_parts)  # The name of a sharding may have a dash itself.
     if sharding and sharding not in _SHARDED:
         raise StrategyError(
             f"Strategy '{text}' ends in the invalid suffix '-{sharding}'; use -etp with a degree, -"
             f"{', -'.join(_SHARDED[:-1])} or -{_SHARDED[-1]}, with -etp before the sharding."
         )
-    degree = int(match[1]) if match else 0
-    if match and degree < 1:
+    if expert_tensor == 0:
         raise StrategyError(f"Strategy '{text}' has a degree of 0; degrees start at 1.")
-    return degree, sharding
+    return expert_tensor or 0, sharding
 
 
 def _fit_experts_to_devices(parallelism: Parallelism, devices: int) -> Parallelism:
@@ -597,10 +617,22 @@ def _count_stages(digits: str, noun: str) -> str:
     return f"{digits} {noun}" if int(digits) == 1 else f"{digits} {noun}s"
 
 
-def _parse_degrees(product: str, text: str) -> dict[str, int]:
-    """Return the degrees of a product such as `tp2pp2`, by dimension, such as `tp`.
+@dataclass(frozen=True)
+class _Factors:
+    """Factors of a strategy's name, such as those of `sp2vpp2dp2`."""
 
-    A key such as `is_sp` means that this name occurs in the product. The key `virtual` has the virtual stages of `vpp`.
+    degrees: Mapping[str, int]
+    """Degrees by dimension: `tp`, `cp`, `pp`, `ep` and `dp`. A dimension that the name lacks is missing."""
+    has_sequence_parallel: bool = False
+    """True if the name has `sp`."""
+    virtual_stages: int = 1
+
+
+_NO_FACTORS = _Factors({})
+
+
+def _parse_factors(product: str, text: str) -> _Factors:
+    """Return the factors of a product such as `tp2pp2`. `text` is the full name, for error sentences.
 
     Raises:
         StrategyError: The product is not in the grammar, repeats a dimension, or has a degree of 0.
@@ -611,6 +643,8 @@ def _parse_degrees(product: str, text: str) -> dict[str, int]:
     if not _PRODUCT.fullmatch(product) or has_wrong_stages:
         raise StrategyError(_explain_inner_sharding(product) or _explain_unknown_strategy(text))
     degrees: dict[str, int] = {}
+    has_sequence_parallel = False
+    virtual_stages = 1
     for name, degree, stages in factors:
         dimension = {"sp": "tp", "vpp": "pp"}.get(name, name)
         if dimension in degrees:
@@ -618,10 +652,11 @@ def _parse_degrees(product: str, text: str) -> dict[str, int]:
         if int(degree) < 1 or stages == "0":
             raise StrategyError(f"Strategy '{text}' has a degree of 0; degrees start at 1.")
         degrees[dimension] = int(degree)
-        degrees[f"is_{name}"] = 1
+        if name == "sp":
+            has_sequence_parallel = True
         if name == "vpp":
-            degrees["virtual"] = int(stages or 2)
-    return degrees
+            virtual_stages = int(stages or 2)
+    return _Factors(degrees, has_sequence_parallel, virtual_stages)
 
 
 def _explain_unknown_strategy(text: str) -> str:
@@ -636,8 +671,11 @@ def _explain_inner_sharding(product: str) -> str:
 
     The sentence has the right spelling. It is empty for other names.
     """
-    sharding = next((Sharding(name) for name in _SHARDED if name in product), Sharding.NONE)
-    product_without_sharding = product.replace(sharding, "", 1) if sharding else ""
+    shardings = [Sharding(name) for name in _SHARDED if name in product]
+    if not shardings:
+        return ""
+    sharding = shardings[0]
+    product_without_sharding = product.replace(sharding, "", 1)
     if not _FACTOR.match(product_without_sharding):
         return ""
     example = product_without_sharding

@@ -9,6 +9,7 @@ from parakit.data.indexed import Dataset, DatasetError, largest_token
 from parakit.data.split import (
     EVAL_ITERATIONS_FLAG,
     SPLIT_FLAG,
+    DatasetPart,
     Split,
     divide_into_parts,
     sizes_sentence,
@@ -55,19 +56,22 @@ def _vocabulary_problems(dataset: Dataset, use: DatasetUse) -> Iterator[str]:
     the vocabulary is unknown. A sentence is then yielded only if a sample of the tokens has an id outside the model's
     vocabulary.
     """
-    vocabulary = dataset.vocabulary
-    largest = largest_token(dataset) if vocabulary is None else 0
-    fits = use.takes_smaller_vocabulary and (vocabulary or 0) <= use.vocabulary
     fix = "prepare it with the model's tokenizer, or name another with DATA=."
-    if vocabulary not in (None, use.vocabulary) and not fits:
+    if dataset.vocabulary is None:
+        largest = largest_token(dataset)
+        if largest >= use.vocabulary:
+            yield (
+                f"Data set {use.name} holds token {largest}, beyond {use.model}'s vocabulary "
+                f"of {use.vocabulary}; {fix}"
+            )
+        return
+    is_accepted = dataset.vocabulary == use.vocabulary
+    if use.takes_smaller_vocabulary:
+        is_accepted = dataset.vocabulary <= use.vocabulary
+    if not is_accepted:
         yield (
-            f"Data set {use.name} was made with a vocabulary of {vocabulary}, but "
+            f"Data set {use.name} was made with a vocabulary of {dataset.vocabulary}, but "
             f"{use.model} has {use.vocabulary}; {fix}"
-        )
-    elif largest >= use.vocabulary:
-        yield (
-            f"Data set {use.name} holds token {largest}, beyond {use.model}'s vocabulary "
-            f"of {use.vocabulary}; {fix}"
         )
 
 
@@ -75,30 +79,35 @@ def _split_problems(dataset: Dataset, use: DatasetUse) -> Iterator[str]:
     """Yield a sentence for each reason why the run cannot use the parts into which `--split` divides the data
     set.
     """
-    split, length, evaluates = use.split, use.seq_length, use.eval_iterations > 0
+    evaluates = use.eval_iterations > 0
     try:
-        parts = divide_into_parts(dataset, split)
+        parts = divide_into_parts(dataset, use.split)
     except DatasetError as error:
         yield str(error)
         return
-    unusable = [part for part in parts if part.is_unusable(length, evaluates)]
-    if unusable:
-        name = unusable[0].name
-        reason = (
-            f"is shorter than one sample of {length + 1:,} tokens, which {EVAL_ITERATIONS_FLAG} 0 "
-            "forbids"
-            if unusable[0].tokens
-            else "has nothing that Megatron could draw a sample from"
-        )
-        usable = " ".join(usable_split_flags(dataset, length, evaluates))
-        fix = f"set EXTRA='{usable}', or " if usable else ""
+    for part in parts:
+        if part.is_unusable(use.seq_length, evaluates):
+            usable_flags = usable_split_flags(dataset, use.seq_length, evaluates)
+            fix = f"set EXTRA='{' '.join(usable_flags)}', or " if usable_flags else ""
+            yield (
+                f"{SPLIT_FLAG} {use.split} divides data set {use.name} into {sizes_sentence(parts)}: the "
+                f"{part.name} part {_explain_unusable(part, use)}; {fix}prepare more documents."
+            )
+            break  # The remedy is the same for all parts.
+    has_validation = parts[Split.VALIDATION].weight > 0
+    if evaluates and use.reaches_evaluation and not has_validation:
         yield (
-            f"{SPLIT_FLAG} {split} divides data set {use.name} into {sizes_sentence(parts)}: the "
-            f"{name} part {reason}; {fix}prepare more documents."
-        )
-    if evaluates and use.reaches_evaluation and parts[Split.VALIDATION].weight == 0:
-        yield (
-            f"{SPLIT_FLAG} {split} leaves no validation part, and {EVAL_ITERATIONS_FLAG} "
+            f"{SPLIT_FLAG} {use.split} leaves no validation part, and {EVAL_ITERATIONS_FLAG} "
             f"{use.eval_iterations} evaluates on it; add {EVAL_ITERATIONS_FLAG} 0 to EXTRA=, or "
             "give the part a weight."
         )
+
+
+def _explain_unusable(part: DatasetPart, use: DatasetUse) -> str:
+    """Return why Megatron cannot use a part of a data set, as the end of a sentence."""
+    if not part.tokens:
+        return "has nothing that Megatron could draw a sample from"
+    return (
+        f"is shorter than one sample of {use.seq_length + 1:,} tokens, which {EVAL_ITERATIONS_FLAG} 0 "
+        "forbids"
+    )

@@ -23,7 +23,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 import numpy as np
@@ -321,7 +321,6 @@ def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIn
         pieces: Function that returns the pieces. It is called several times and must return the same
             pieces each time.
     """
-    itemsize = np.dtype(dtype).itemsize
     sequences = sum(len(piece.lengths) for piece in pieces())
     documents = sum(len(piece.boundaries) - 1 for piece in pieces())
     with path.open("wb") as stream:
@@ -329,19 +328,30 @@ def write_index(path: Path, dtype: str, pieces: Callable[[], Iterable[DocumentIn
         stream.write(_HEADER.pack(MAGIC, VERSION, code, sequences, documents + 1))
         for lengths in _split_into_chunks(piece.lengths for piece in pieces()):
             stream.write(lengths.astype("<i4").data)
-        chunk_start = 0
-        for lengths in _split_into_chunks(piece.lengths for piece in pieces()):
-            ends = chunk_start + itemsize * np.cumsum(lengths, dtype=np.int64)
-            starts = ends - itemsize * lengths.astype(np.int64)
-            stream.write(starts.astype("<i8").data)
-            chunk_start = int(ends[-1])
-        stream.write(np.array(0, "<i8").tobytes())
-        sequences_before = 0
-        for piece in pieces():
-            for boundaries in _split_into_chunks([piece.boundaries[1:]]):
-                stream.write((sequences_before + boundaries).astype("<i8").data)
-            sequences_before += len(piece.lengths)
+        _write_pointers(stream, np.dtype(dtype).itemsize, pieces())
+        _write_boundaries(stream, pieces())
         flush_to_disk(stream)
+
+
+def _write_pointers(stream: BinaryIO, itemsize: int, pieces: Iterable[DocumentIndex]) -> None:
+    """Write the byte of the `.bin` at which each sequence starts. `itemsize` is the number of bytes per token."""
+    chunk_start = 0
+    for lengths in _split_into_chunks(piece.lengths for piece in pieces):
+        ends = chunk_start + itemsize * np.cumsum(lengths, dtype=np.int64)
+        starts = ends - itemsize * lengths.astype(np.int64)
+        stream.write(starts.astype("<i8").data)
+        chunk_start = int(ends[-1])
+
+
+def _write_boundaries(stream: BinaryIO, pieces: Iterable[DocumentIndex]) -> None:
+    """Write the index of the sequence at which each document starts, and the number of sequences as the last one."""
+    stream.write(np.array(0, "<i8").tobytes())
+    sequences_before = 0
+    for piece in pieces:
+        # The first boundary of a piece is the last boundary of the piece before it.
+        for boundaries in _split_into_chunks([piece.boundaries[1:]]):
+            stream.write((sequences_before + boundaries).astype("<i8").data)
+        sequences_before += len(piece.lengths)
 
 
 def open_dataset(prefix: Path) -> Dataset:

@@ -50,24 +50,30 @@ def find_input_files(patterns: Iterable[str]) -> tuple[Path, ...]:
     files: list[Path] = []
     for pattern in patterns:
         path = Path(pattern)
-        if pattern == "-" or (path.exists() and not path.is_dir() and not path.is_file()):
+        is_special = path.exists() and not path.is_dir() and not path.is_file()
+        if pattern == "-" or is_special:
             raise DatasetError(
                 f"--input {pattern} is a pipe or a device: it cannot be read again, which resuming "
                 "after a kill needs; write it into a file first (COMMAND > text.jsonl) and give "
                 "that. Archives (.gz, .zst) are read as they are."
             )
-        if path.is_dir():
-            files_below = sorted(file for file in path.rglob("*") if file.is_file())
-            matches = [file for file in files_below if file.suffix in INPUT_SUFFIXES]
-            matches = matches or [file for file in files_below if file.suffix == TEXT_SUFFIX]
-        elif path.exists():
-            matches = [path]
-        else:
-            names = glob.glob(pattern, recursive=True)  # noqa: PTH207
-            matches = sorted(Path(name) for name in names)
+        matches = _match_pattern(pattern)
         if not matches:
             suffixes = ", ".join((*INPUT_SUFFIXES, TEXT_SUFFIX))
             lack = f"no file ending in {suffixes}" if path.is_dir() else "nothing"
             raise DatasetError(f"--input {pattern} matches {lack}; check the path.")
         files += matches
     return tuple(files)
+
+
+def _match_pattern(pattern: str) -> list[Path]:
+    """Return the files that one input names: the files of a folder, a single file, or the matches of a pattern."""
+    path = Path(pattern)
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file())
+        inputs = [file for file in files if file.suffix in INPUT_SUFFIXES]
+        return inputs or [file for file in files if file.suffix == TEXT_SUFFIX]
+    if path.exists():
+        return [path]
+    names = glob.glob(pattern, recursive=True)  # noqa: PTH207
+    return sorted(Path(name) for name in names)

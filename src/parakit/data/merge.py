@@ -52,18 +52,21 @@ def join_datasets(datasets: Sequence[Dataset], prefix: Path, identity: RunIdenti
         return (DocumentIndex(dataset.lengths, dataset.boundaries) for dataset in datasets)
 
     write_index(idx_path(prefix), datasets[0].dtype, iterate_pieces)
-    if identity is not None:
-        manifests = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
-        engine = " and ".join(dict.fromkeys(manifest.engine for manifest in manifests))
-        problems = sum((Counter(manifest.problems) for manifest in manifests), Counter[str]())
-        write_manifest(
-            prefix,
-            manifests[0].json_key,
-            engine=engine,
-            problems=problems,
-            identity=identity,
-            shards=shards,
-        )
+    if identity is None:
+        return
+    manifests = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
+    problems: Counter[str] = Counter()
+    for manifest in manifests:
+        problems.update(manifest.problems)
+    engines = dict.fromkeys(manifest.engine for manifest in manifests)
+    write_manifest(
+        prefix,
+        manifests[0].json_key,
+        engine=" and ".join(engines),
+        problems=problems,
+        identity=identity,
+        shards=shards,
+    )
 
 
 def _join_tokens(datasets: Sequence[Dataset], path: Path) -> list[ShardHash]:
@@ -146,18 +149,20 @@ def _check_compatibility(datasets: Sequence[Dataset], say: Callable[[str], None]
     """
     _check_shared_properties(datasets)
     manifests = [dataset.manifest for dataset in datasets if dataset.manifest is not None]
-    if len(manifests) < len(datasets):
+    num_without = len(datasets) - len(manifests)
+    if num_without:
         say(
-            f"{len(datasets) - len(manifests)} of {len(datasets)} data sets have no manifest. So this "
+            f"{num_without} of {len(datasets)} data sets have no manifest. So this "
             "merge cannot check that all share a tokenizer, and the result gets no manifest."
         )
         return
-    # The parts of one sharded input must be complete and in order. Data sets of whole inputs, each of which
-    # is part 0/1, may come in any order.
     parts = [manifest.identity.part for manifest in manifests]
-    count = parts[0].partition("/")[2]
-    expected_parts = [f"{index}/{count}" for index in range(int(count))]
-    if set(parts) != {"0/1"} and parts != expected_parts:
+    if set(parts) == {"0/1"}:
+        return  # Each data set is of a whole input. Such data sets may come in any order.
+    # The parts of one sharded input must be complete and in order.
+    num_parts = int(parts[0].partition("/")[2])
+    expected_parts = [f"{index}/{num_parts}" for index in range(num_parts)]
+    if parts != expected_parts:
         raise DatasetError(
             f"These are parts {', '.join(parts)} of one input, but a merge needs "
             f"{', '.join(expected_parts)}; give all parts in this order."
@@ -183,7 +188,8 @@ def _shared_properties(dataset: Dataset) -> Iterator[tuple[str, object]]:
     Without a manifest only the dtype is known, and only the dtype is yielded.
     """
     yield "dtype", dataset.dtype
-    if manifest := dataset.manifest:
+    manifest = dataset.manifest
+    if manifest is not None:
         yield "tokenizer", manifest.identity.tokenizer_sha256
         yield "end-of-document id", manifest.identity.eod
         yield "JSON key", manifest.json_key

@@ -104,7 +104,9 @@ class DatasetPart:
         if self.weight == 0:
             return False
         is_repeated = evaluates or self.name == PART_NAMES[Split.TRAINING]
-        return self.tokens < (1 if is_repeated else seq_length + 1)
+        # A sample has one token more than the sequence: the last label.
+        needed_tokens = 1 if is_repeated else seq_length + 1
+        return self.tokens < needed_tokens
 
 
 def divide_into_parts(dataset: Dataset, split: str) -> tuple[DatasetPart, ...]:
@@ -114,17 +116,21 @@ def divide_into_parts(dataset: Dataset, split: str) -> tuple[DatasetPart, ...]:
         DatasetError: `split` has no weights, too many weights or only zeros.
     """
     bounds = split_bounds(split, dataset.sequences)
+    # A part reaches from its own bound to the next one.
     tokens_by_part = np.diff(dataset.tokens_before(np.array(bounds))).tolist()
+    sequences_by_part = [end - begin for begin, end in pairwise(bounds)]
     weights = [end - begin for begin, end in pairwise(split_ends(split))]
-    return tuple(
-        DatasetPart(
-            name=PART_NAMES[part],
-            weight=weights[part],
-            sequences=bounds[part + 1] - bounds[part],
-            tokens=tokens_by_part[part],
+    parts = []
+    for part in Split:
+        parts.append(
+            DatasetPart(
+                name=PART_NAMES[part],
+                weight=weights[part],
+                sequences=sequences_by_part[part],
+                tokens=tokens_by_part[part],
+            )
         )
-        for part in Split
-    )
+    return tuple(parts)
 
 
 def unusable_parts(
@@ -219,22 +225,19 @@ def count_draws(
         DatasetError: `split` has no weights, too many weights or only zeros.
     """
     requested_samples = (samples, *evaluation_samples, 0, 0)
-    drawn = []
     parts = divide_into_parts(dataset, split)
-    for short_name, part, requested in zip(
-        _SHORT_PART_NAMES, parts, requested_samples, strict=False
-    ):
-        epochs = (
-            count_epochs(requested, part.tokens, seq_length) if requested and part.tokens else 0
+    draws = []
+    for name, part, requested in zip(_SHORT_PART_NAMES, parts, requested_samples, strict=False):
+        epochs = 0
+        if requested and part.tokens:
+            epochs = count_epochs(requested, part.tokens, seq_length)
+        draw = Draw(
+            split=name,
+            sequences=part.sequences,
+            tokens=part.tokens,
+            samples_an_epoch=count_samples(1, part.tokens, seq_length),
+            samples=requested,
+            epochs=epochs,
         )
-        drawn.append(
-            Draw(
-                split=short_name,
-                sequences=part.sequences,
-                tokens=part.tokens,
-                samples_an_epoch=count_samples(1, part.tokens, seq_length),
-                samples=requested,
-                epochs=epochs,
-            )
-        )
-    return tuple(drawn)
+        draws.append(draw)
+    return tuple(draws)

@@ -54,15 +54,16 @@ def measure_dataset(dataset: Dataset) -> Stats:
     Raises:
         DatasetError: The index is damaged: sequences or documents do not follow one another.
     """
-    if flaws := find_index_faults(dataset):
-        raise DatasetError(flaws[0])
+    faults = find_index_faults(dataset)
+    if faults:
+        raise DatasetError(faults[0])
     histogram = np.zeros(LENGTH_BINS + 1, dtype=np.int64)
     longest = 0
     for documents in iterate_chunks(dataset.documents):
         boundaries = dataset.boundaries[documents.start : documents.stop + 1]
         lengths = np.diff(dataset.tokens_before(boundaries))
         # The exponent that frexp returns is the number of binary digits of a length, which is its bin.
-        bins = np.frexp(lengths)[1]
+        _, bins = np.frexp(lengths)
         histogram += np.bincount(bins, minlength=len(histogram))
         longest = max(longest, int(lengths.max()))
     manifest = dataset.manifest

@@ -135,10 +135,11 @@ def _check_boundaries(dataset: Dataset) -> Iterator[str]:
     first_boundary = dataset.boundaries[0]
     if first_boundary != 0:
         yield f"{dataset.idx_path}: document boundary 0 is {first_boundary}, not 0."
-    end = find_common_end_token(dataset)
-    has_document_end = end is not None and dataset.sequences >= 2
-    max_sequences = 1 if has_document_end else np.inf
-    reason = f", though every sequence ends in token {end}, which ends documents"
+    max_sequences, reason = np.inf, ""
+    end_token = find_common_end_token(dataset)
+    if end_token is not None and dataset.sequences >= 2:
+        max_sequences = 1
+        reason = f", though every sequence ends in token {end_token}, which ends documents"
     for documents in iterate_chunks(dataset.documents):
         boundaries = dataset.boundaries[documents.start : documents.stop + 1]
         sequences_per_document = np.diff(boundaries)
@@ -147,7 +148,7 @@ def _check_boundaries(dataset: Dataset) -> Iterator[str]:
         if wrong is not None:
             yield (
                 f"{dataset.idx_path}: document {documents.start + wrong} holds "
-                f"{sequences_per_document[wrong]} sequences{reason if has_document_end else ''}."
+                f"{sequences_per_document[wrong]} sequences{reason}."
             )
             return
 

@@ -88,21 +88,23 @@ class Table[R]:
         longest_texts = [max(map(len, texts)) for texts in self._texts_by_column]
         if width is None:
             return longest_texts
-        column_widths, remaining = longest_texts, -1
-        for is_unbreakable in (str.strip, _starts_like_number, lambda _: False):
-            column_widths = self.least(is_unbreakable)
-            remaining = width - sum(column_widths) - COLUMN_GAP * len(column_widths)
-            if remaining >= 0:
-                break
-        # The narrowest column that needs more characters gets the next one.
-        for _ in range(remaining):
+        text_width = width - COLUMN_GAP * len(longest_texts)
+        column_widths = self.least()
+        if sum(column_widths) > text_width:
+            column_widths = self.least(_starts_like_number)
+        if sum(column_widths) > text_width:
+            column_widths = self.least(_may_be_broken)
+        for _ in range(text_width - sum(column_widths)):
             growing = [
                 index
                 for index, column_width in enumerate(column_widths)
                 if column_width < longest_texts[index]
             ]
-            if growing:
-                column_widths[min(growing, key=column_widths.__getitem__)] += 1
+            if not growing:
+                break
+            # The narrowest column that needs more characters gets the next one.
+            narrowest = min(growing, key=lambda index: column_widths[index])
+            column_widths[narrowest] += 1
         return column_widths
 
     def least(self, unbroken: Callable[[str], object] = str.strip) -> list[int]:
@@ -134,15 +136,19 @@ class Table[R]:
         """
         texts_by_column = self._texts_by_column
         kept_indices: list[int] = []
+        remaining = width
         by_rank = sorted(range(len(self.columns)), key=lambda index: self.columns[index].rank)
         for index in by_rank:
-            needed = max(map(len, texts_by_column[index]))
+            texts = texts_by_column[index]
+            needed = max(map(len, texts))
             if self.columns[index].wraps:
                 needed = min(needed, WRAPPED_WIDTH)
             needed += COLUMN_GAP
-            has_values = bool({*texts_by_column[index][1:]} - {"", DASH})
-            if not kept_indices or (needed <= width and has_values):
-                width -= needed
+            cells = texts[1:]  # The first text is the column's name.
+            has_values = any(cell not in ("", DASH) for cell in cells)
+            is_first = not kept_indices
+            if is_first or (needed <= remaining and has_values):
+                remaining -= needed
                 kept_indices.append(index)
         columns = tuple(self.columns[index] for index in sorted(kept_indices))
         return replace(self, columns=columns)
@@ -156,6 +162,11 @@ class Table[R]:
 def _starts_like_number(word: str) -> bool:
     """Return True if a word starts with a digit, after any signs and brackets."""
     return word.strip("+−-(")[:1].isdigit()
+
+
+def _may_be_broken(_: str) -> bool:
+    """Return False for every word: none of them is unbreakable."""
+    return False
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ class SplitSamples:
 
     def __getitem__(self, number: int) -> NDArray[np.int64]:
         """Return the token ids of sample `number` in the order of consumption, [seq_length + 1]."""
+        # Positions in the stream, in which the documents of all epochs follow each other.
         begin = int(self._sample_order[number]) * self._seq_length
         end = begin + self._seq_length + 1
         pieces = []
@@ -90,7 +91,8 @@ class SplitSamples:
         while begin < end:
             # Difference between a token's position in the `.bin` and in the stream, for this document.
             shift = self._document_starts[self._documents[index]] - self._stream_offsets[index]
-            stop = min(end, int(self._stream_offsets[index + 1]))
+            document_end = int(self._stream_offsets[index + 1])
+            stop = min(end, document_end)
             pieces.append(self._tokens[shift + begin : shift + stop])
             begin = stop
             index += 1

@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -280,17 +280,14 @@ class CapturingEngine:
         """
         samples = torch.tensor([(self._iteration - 1) * self._settings.global_batch_size])
         sink.write(TensorKey(CaptureStage.OPTIMIZER_STATE, "schedule", "steps"), samples)
-        group_by_id = {
-            id(parameter): group
-            for group in self._engine.optimizer.param_groups
-            for parameter in group["params"]
-        }
+        group_by_id: dict[int, dict[str, Any]] = {}
+        for group in self._engine.optimizer.param_groups:
+            for native_parameter in group["params"]:
+                group_by_id[id(native_parameter)] = group
         for parameter in self._counterpart.parameters:
             group = group_by_id[id(parameter.parameters[0])]
-            for slot, value in (
-                ("learning rate", group["lr"]),
-                ("weight decay", group["weight_decay"]),
-            ):
+            values = {"learning rate": group["lr"], "weight decay": group["weight_decay"]}
+            for slot, value in values.items():
                 tensor_key = TensorKey(CaptureStage.OPTIMIZER_STATE, parameter.name, slot)
                 sink.write(tensor_key, fp64_scalar(value))
 

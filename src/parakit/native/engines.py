@@ -116,21 +116,25 @@ class TorchEngine:
         afterwards. The engine `bare` averages no gradients.
         """
         self._recorder.begin_iteration([self._model], self.optimizer)
-        total = torch.zeros(3 if self._expert_layers else 1, device=batches[0][0].device)
+        num_losses = 3 if self._expert_layers else 1
+        first_tokens, _ = batches[0]
+        means = torch.zeros(num_losses, device=first_tokens.device)
         for number, (tokens, labels) in enumerate(batches, start=1):
+            is_last = number == len(batches)
             split_loss = loss_parallel() if self._is_tensor_parallel else contextlib.nullcontext()
-            with self._sync_gradients_if(number == len(batches)), split_loss:
+            with self._sync_gradients_if(is_last), split_loss:
                 with self._recorder.span("forward-compute"), self._autocast():
                     loss = mean_loss(self._model(tokens), labels)
-                    auxiliary_losses = (layer.auxiliary_loss() for layer in self._expert_layers)
-                    total_loss = sum(auxiliary_losses, loss)
+                    total_loss = loss
+                    for layer in self._expert_layers:
+                        total_loss = total_loss + layer.auxiliary_loss()
                 with self._recorder.span("backward-compute"):
                     torch.autograd.backward(self._scaler.scale(total_loss / len(batches)))
-            total += self._collect_losses(loss) / len(batches)
+            means += self._collect_losses(loss) / len(batches)
         if self._expert_groups and self._settings.engine != "bare":
             with self._recorder.span("all-grads-sync"):
                 average_experts(self._expert_parameters, self._expert_groups)
-        return total
+        return means
 
     def update(self, learning_rate: float) -> Update:
         """Clip the gradients, run the optimizer's step, and clear the gradients.

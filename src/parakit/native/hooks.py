@@ -178,14 +178,17 @@ class Taps:
         self, tensor: Tensor, names: Sequence[str], form: Form, value: Tensor | None = None
     ) -> Tensor:
         """Pass a tensor to the sink by `parakit.capturing.tap`, under each name in `names` ('module slot')."""
-        tensor_keys = [
-            (
-                self._tensor_key(CaptureStage.OUTPUTS, name),
-                self._tensor_key(CaptureStage.ACTIVATION_GRADIENTS, name),
-            )
-            for name in names
-        ]
-        return tap(self.sink, tensor, tensor_keys, lambda values: form(values).contiguous(), value)
+        tensor_keys = []
+        for name in names:
+            output_key = self._tensor_key(CaptureStage.OUTPUTS, name)
+            gradient_key = self._tensor_key(CaptureStage.ACTIVATION_GRADIENTS, name)
+            tensor_keys.append((output_key, gradient_key))
+
+        def make_contiguous(values: Tensor) -> Tensor:
+            """Return the values in Megatron's form, contiguous in memory."""
+            return form(values).contiguous()
+
+        return tap(self.sink, tensor, tensor_keys, make_contiguous, value)
 
     def _tensor_key(self, stage: CaptureStage, name: str) -> TensorKey:
         """Return the tensor key of a `module slot` name in the current micro batch."""
@@ -262,15 +265,18 @@ def _name_inputs(full_name: str, slots: ModuleSlots, module: nn.Module) -> list[
     An argument has several names if Megatron has further modules at this point that this backend does not have.
     """
     argument_names = inspect.signature(module.forward).parameters
-    names_by_argument = [
-        [f"{full_name} input.{slot.replace('*', argument_name)}"]
-        for slot, argument_name in zip(slots.takes, argument_names, strict=False)
-    ]
+    names_by_argument = []
+    for slot, argument_name in zip(slots.takes, argument_names, strict=False):
+        name = f"{full_name} input.{slot.replace('*', argument_name)}"
+        names_by_argument.append([name])
+    further_names: Sequence[str] = ()
     if full_name == "decoder.layers.0":
-        names_by_argument[0][:0] = _FIRST_LAYER_INPUT_SITES
+        further_names = _FIRST_LAYER_INPUT_SITES
     elif full_name.endswith(".linear_proj"):
         parent = full_name.rpartition(".")[0]
-        names_by_argument[0][:0] = [f"{parent}.core_attention output"]
+        further_names = (f"{parent}.core_attention output",)
+    if further_names:
+        names_by_argument[0] = [*further_names, *names_by_argument[0]]
     return names_by_argument
 
 

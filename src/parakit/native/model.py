@@ -349,8 +349,7 @@ def initialise(model: GPT, settings: Settings) -> None:
         if parameter.dim() < 2:
             is_norm_weight = "norm" in name and "weight" in name
             nn.init.constant_(parameter, 1.0 if is_norm_weight else 0.0)
-        else:
-            is_residual = name.endswith(("proj.weight", "fc2.weight"))
-            nn.init.normal_(
-                parameter, std=residual_std if is_residual else settings.init_method_std
-            )
+            continue
+        writes_to_residual = name.endswith(("proj.weight", "fc2.weight"))
+        std = residual_std if writes_to_residual else settings.init_method_std
+        nn.init.normal_(parameter, std=std)

@@ -170,19 +170,20 @@ def _build_megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
     """
     from emerging_optimizers.orthogonalized_optimizers import Muon  # type: ignore[import-untyped]
 
-    # DDP adds the part `module` before the names, so any part of a name may match.
-    vocabulary_modules = {"word_embeddings", "output_layer"}
-    vocabulary_matrices = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if vocabulary_modules & set(name.split("."))
-    ]
-    vocabulary_ids = set(map(id, vocabulary_matrices))
-    inner_parameters = [
-        parameter for parameter in model.parameters() if id(parameter) not in vocabulary_ids
-    ]
+    vocabulary_matrices: list[nn.Parameter] = []
+    inner_matrices: list[nn.Parameter] = []
+    inner_vectors: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        # DDP adds the part `module` before the names, so any part of a name may match.
+        name_parts = name.split(".")
+        if "word_embeddings" in name_parts or "output_layer" in name_parts:
+            vocabulary_matrices.append(parameter)
+        elif parameter.dim() == 2:
+            inner_matrices.append(parameter)
+        else:
+            inner_vectors.append(parameter)
     muon = Muon(
-        [parameter for parameter in inner_parameters if parameter.dim() == 2],
+        inner_matrices,
         lr=0.0,
         momentum=settings.muon_momentum,
         weight_decay=settings.weight_decay,
@@ -192,7 +193,6 @@ def _build_megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
         num_ns_steps=5,
         scale_mode="shape_scaling",
     )
-    inner_vectors = [parameter for parameter in inner_parameters if parameter.dim() != 2]
     adamw = build_adamw([*vocabulary_matrices, *inner_vectors], settings)
     # The first group of `build_adamw` has the matrices, which are those of the vocabulary here.
     adamw.param_groups[0][RATE_FRACTION] = settings.adamw_rate
@@ -201,17 +201,15 @@ def _build_megatron_muon(model: nn.Module, settings: Settings) -> MuonAdamW:
 
 def muon_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return all matrices except embeddings and the output layer. The matrices of routers are included."""
-    excluded_ids = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    excluded_ids |= {
-        id(parameter) for name, parameter in model.named_parameters() if "output_layer" in name
-    }
-    return [
-        parameter
-        for parameter in model.parameters()
-        if parameter.dim() == 2 and id(parameter) not in excluded_ids
-    ]
+    excluded_ids: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            excluded_ids.add(id(module.weight))
+    for name, parameter in model.named_parameters():
+        if "output_layer" in name:
+            excluded_ids.add(id(parameter))
+    matrices = [parameter for parameter in model.parameters() if parameter.dim() == 2]
+    return [parameter for parameter in matrices if id(parameter) not in excluded_ids]
 
 
 def learning_rate(settings: Settings, updates: int) -> float:

@@ -87,35 +87,45 @@ class RankLayout:
 def refuse_combinations(settings: Settings, world_size: int) -> None:
     """Exit with one sentence if this backend does not implement the run's combination of settings."""
     _refuse_pipeline(settings, world_size)
-    tensor_size = settings.tensor_model_parallel_size
+    _refuse_tensor_parallelism(settings, world_size)
     expert_size = settings.expert_model_parallel_size
-    if tensor_size > 1 and (tensor_size != world_size or settings.use_torch_fsdp2):
-        sys.exit(
-            f"The native backend splits tensors over all ranks or none, not TP {tensor_size} of "
-            f"{world_size} ranks with data parallelism; use BACKEND=megatron for products."
-        )
-    if tensor_size > 1 and (settings.num_experts or settings.optimizer == "muon"):
-        sys.exit(
-            "The native backend splits tensors of dense models under AdamW only; use dpN or epN."
-        )
     if settings.muon_rule == "pytorch" and settings.muon_fp32_matmul_prec != "medium":
         sys.exit(
             f"--muon-fp32-matmul-prec {settings.muon_fp32_matmul_prec}: PyTorch's Muon makes its "
             "steps in bf16; use OPTIMIZER=megatron-muon."
         )
-    if settings.use_torch_fsdp2 and (expert_size > 1 or settings.optimizer == "muon"):
+    needs_whole_matrices = expert_size > 1 or settings.optimizer == "muon"
+    if settings.use_torch_fsdp2 and needs_whole_matrices:
         sys.exit(
             "The native backend has fsdp2 without expert parallelism and Muon, which needs whole "
             "matrices; use dpN or epN."
         )
-    if expert_size > 1 and (world_size % expert_size or settings.num_experts % expert_size):
+    divides_experts = world_size % expert_size == 0 and settings.num_experts % expert_size == 0
+    if expert_size > 1 and not divides_experts:
         sys.exit(
             f"EP {expert_size} does not divide {world_size} ranks and {settings.num_experts} experts; "
             "use another EP."
         )
+    tensor_size = settings.tensor_model_parallel_size
     if settings.num_attention_heads % tensor_size:
         sys.exit(
             f"TP {tensor_size} does not divide {settings.num_attention_heads} heads; use another TP."
+        )
+
+
+def _refuse_tensor_parallelism(settings: Settings, world_size: int) -> None:
+    """Exit with one sentence if the run splits tensors in a way that this backend does not implement."""
+    tensor_size = settings.tensor_model_parallel_size
+    if tensor_size == 1:
+        return
+    if tensor_size != world_size or settings.use_torch_fsdp2:
+        sys.exit(
+            f"The native backend splits tensors over all ranks or none, not TP {tensor_size} of "
+            f"{world_size} ranks with data parallelism; use BACKEND=megatron for products."
+        )
+    if settings.num_experts or settings.optimizer == "muon":
+        sys.exit(
+            "The native backend splits tensors of dense models under AdamW only; use dpN or epN."
         )
 
 
@@ -222,9 +232,9 @@ def start_ranks(settings: Settings) -> RankLayout:
     is not implemented.
     """
     on_gpu = os.environ.get(variables.DEVICE) == "gpu"
-    local_rank = int(os.environ["LOCAL_RANK"])
-    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    device = torch.device("cpu")
     if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     if settings.engine == "deepspeed":
         os.environ.setdefault("DS_ACCELERATOR", device.type)
@@ -232,7 +242,10 @@ def start_ranks(settings: Settings) -> RankLayout:
         # `barrier` keeps the group alive, and gloo's threads abort the process when it ends
         # (pytorch/pytorch#190489).
         import deepspeed  # type: ignore[import-not-found]  # noqa: F401
-    dist.init_process_group("nccl" if on_gpu else "gloo", device_id=device if on_gpu else None)
+    if on_gpu:
+        dist.init_process_group("nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     world_size = dist.get_world_size()
     refuse_combinations(settings, world_size)
     return RankLayout(
@@ -269,14 +282,17 @@ def make_expert_groups(size: int) -> ExpertGroups:
     Every rank must call this function. The groups have Megatron's names, which the communication log shows as
     `ep` and `expert_dp`.
     """
+    # A row has the ranks that share all experts. A column has the ranks that hold the same experts.
     ranks = torch.arange(dist.get_world_size()).view(-1, size)
-    parallel: Any = dist.new_subgroups_by_enumeration(
+    own_parallel_group: Any
+    own_parallel_group, _ = dist.new_subgroups_by_enumeration(
         ranks.tolist(), group_desc="EXPERT_MODEL_PARALLEL_GROUP"
-    )[0]
-    replicas: Any = dist.new_subgroups_by_enumeration(
+    )
+    own_replica_group: Any
+    own_replica_group, _ = dist.new_subgroups_by_enumeration(
         ranks.t().tolist(), group_desc="EXPERT_DATA_PARALLEL_GROUP"
-    )[0]
-    return ExpertGroups(parallel, replicas)
+    )
+    return ExpertGroups(own_parallel_group, own_replica_group)
 
 
 def keep_local_experts(model: nn.Module, groups: ExpertGroups) -> list[nn.Parameter]:

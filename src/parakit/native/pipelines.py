@@ -203,16 +203,16 @@ class ScheduledPipeline(_Pipeline):
         The schedule divides the gradients by the number of micro batches (`scale_grads`).
         """
         self._recorder.begin_iteration([self._stages], self.optimizer)
-        losses: list[Tensor] = []
         tokens, labels = (torch.cat(tensors) for tensors in zip(*batches, strict=True))
+        # Only the first rank has an input, and only the last rank compares the output with the labels.
+        inputs = (tokens,) if self._is_first else ()
+        target = labels if self._is_last else None
+        losses: list[Tensor] = []  # The schedule fills the list on the last rank.
         with self._recorder.span("stages-send-recv"), self._autocast():
-            self._schedule.step(
-                *([tokens] if self._is_first else []),
-                target=labels if self._is_last else None,
-                losses=losses,
-                return_outputs=False,
-            )
-        return torch.stack(losses).mean().detach().reshape(1) if losses else _zero_loss(tokens)
+            self._schedule.step(*inputs, target=target, losses=losses, return_outputs=False)
+        if not losses:
+            return _zero_loss(tokens)
+        return torch.stack(losses).mean().detach().reshape(1)
 
     def update(self, learning_rate: float) -> Update:  # noqa: ARG002 - known from the number
         """Run the optimizer's step; the learning rate follows from the number of updates."""

@@ -92,20 +92,16 @@ def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitS
         samples: Training samples in the order of consumption.
     """
     log = Log(settings)
-    # The engine `bare` does not train, so it has nothing to evaluate.
-    has_evaluations = (
-        0 < settings.eval_interval <= settings.exit_interval
-        and settings.eval_iters > 0
-        and settings.engine != "bare"
-    )
-    evaluator = Evaluator(settings, ranks) if has_evaluations else None
+    evaluator = Evaluator(settings, ranks) if _has_evaluations(settings) else None
     for iteration in range(1, settings.exit_interval + 1):
         start = time.perf_counter()
-        first = (iteration - 1) * settings.global_batch_size
-        losses = engine.forward_backward(micro_batches(settings, ranks, samples, first))
+        first_sample = (iteration - 1) * settings.global_batch_size
+        batches = micro_batches(settings, ranks, samples, first_sample)
+        losses = engine.forward_backward(batches)
         update = engine.update(learning_rate(settings, iteration - 1))
         means = ranks.average(losses).tolist()
-        log.add((time.perf_counter() - start) * 1000, means, update)
+        milliseconds = (time.perf_counter() - start) * 1000
+        log.add(milliseconds, means, update)
         line = log.line(iteration, learning_rate(settings, iteration), update)
         if ranks.writes and line:
             print(line, flush=True)
@@ -117,6 +113,12 @@ def train(settings: Settings, ranks: RankLayout, engine: Engine, samples: SplitS
         # This is the line with which Megatron ends at `--exit-interval`.
         last_line = f"[exiting program at iteration {settings.exit_interval}] datetime: {_now()}"
         print(last_line, flush=True)
+
+
+def _has_evaluations(settings: Settings) -> bool:
+    """Return True if the run evaluates at least once. The engine `bare` does not train, and evaluates nothing."""
+    reaches_evaluation = 0 < settings.eval_interval <= settings.exit_interval
+    return reaches_evaluation and settings.eval_iters > 0 and settings.engine != "bare"
 
 
 class Evaluator:
@@ -229,9 +231,13 @@ class Log:
         If all updates were skipped, the model's loss is 0, and the other losses are left out.
         """
         trained_losses = [logged.losses for logged in self._iterations if not logged.update.skipped]
-        means = [fmean(losses) for losses in zip(*trained_losses, strict=True)] or [0.0]
-        pairs = zip(LOSS_NAMES, means, strict=False)
-        return "".join(f" {name}: {mean:.6E} |" for name, mean in pairs)
+        means = [0.0]
+        if trained_losses:
+            means = [fmean(values_of_loss) for values_of_loss in zip(*trained_losses, strict=True)]
+        text = ""
+        for name, mean in zip(LOSS_NAMES, means, strict=False):
+            text += f" {name}: {mean:.6E} |"
+        return text
 
 
 def format_parameters_line(tensor_rank: int, pipeline_rank: int, parameters: int) -> str:

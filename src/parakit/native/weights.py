@@ -80,28 +80,31 @@ def load_initial_weights(model: GPT, checkpoint: Path) -> None:
 
     Exit with one sentence if the checkpoint belongs to another model.
     """
-    folder = checkpoint / f"iter_{read_finished_iteration(checkpoint) or 0:07d}"
+    iteration = read_finished_iteration(checkpoint) or 0
+    folder = checkpoint / f"iter_{iteration:07d}"
     tensors = {
         key: read_tensor(folder, metadata)
         for key, metadata in read_metadata(folder).tensors.items()
     }
-    num_experts = next((layer.num_experts for layer in find_expert_layers(model)), 0)
+    expert_layers = find_expert_layers(model)
+    num_experts = expert_layers[0].num_experts if expert_layers else 0
     stack_sizes = (len(model.blocks), num_experts)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             key, stack_index = find_checkpoint_key(name)
-            value = tensors.get(key)
-            if value is not None:
-                value = _select_from_stack(value, stack_index, stack_sizes)
+            stored_shape = "nothing"
+            if key in tensors:
+                value = _select_from_stack(tensors[key], stack_index, stack_sizes)
                 if key in VOCABULARY:
                     value = _drop_padding(value, rows=parameter.shape[0])
-            if value is None or value.shape != parameter.shape:
-                stored_shape = "nothing" if value is None else list(value.shape)
-                sys.exit(
-                    f"{checkpoint} is of another model: {name} should be {list(parameter.shape)} and "
-                    f"its {key} is {stored_shape}; remove it, and it is made again."
-                )
-            parameter.copy_(value)
+                if value.shape == parameter.shape:
+                    parameter.copy_(value)
+                    continue
+                stored_shape = str(list(value.shape))
+            sys.exit(
+                f"{checkpoint} is of another model: {name} should be {list(parameter.shape)} and "
+                f"its {key} is {stored_shape}; remove it, and it is made again."
+            )
 
 
 def _drop_padding(value: Tensor, *, rows: int) -> Tensor:

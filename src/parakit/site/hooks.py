@@ -85,11 +85,11 @@ def indent_nested_lists(markdown: str) -> str:
 
     mkdocs' renderer flattens nested lists with fewer spaces.
     """
-    # Every second part is a code block.
     parts = _FENCE.split(markdown)
-    return "".join(
-        _NESTED.sub("    ", part) if index % 2 == 0 else part for index, part in enumerate(parts)
-    )
+    # Every second part is a code block, from the second part on.
+    for index in range(0, len(parts), 2):
+        parts[index] = _NESTED.sub("    ", parts[index])
+    return "".join(parts)
 
 
 def list_pages() -> list[str]:
@@ -112,9 +112,12 @@ def render_settings_page() -> str:
         "does not use.",
     ]
     for names, meaning in list_variables():
-        for title in (HEADINGS[name] for name in names if name in HEADINGS):
-            lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
-            lines += ["| variable | meaning |", "|---|---|"]
+        for name in names:
+            if name in HEADINGS:  # A section begins with this variable.
+                title = HEADINGS[name]
+                lines += ["", f"## {title[0].upper()}{title[1:]}", ""]
+                lines += ["| variable | meaning |", "|---|---|"]
+        shown_names = " ".join(f"`{name}`" for name in names)
         cell = meaning.replace("<", "&lt;").replace("*", r"\*").replace("|", r"\|")
-        lines.append(f"| {' '.join(f'`{name}`' for name in names)} | {cell} |")
+        lines.append(f"| {shown_names} | {cell} |")
     return "\n".join(lines) + "\n"

@@ -111,11 +111,11 @@ def draw_communication(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
         name: The prefix of the sheet's id.
     """
     sheet = Sheet(f"{name}-sent", f"What is sent, between whom: {spec.model} as {spec.name}")
-    wide = (WIDTH - _TEXT_WIDTH) / len(ranks)
-    draw_rank_headings(sheet, spec.parallelism, ranks, _TEXT_WIDTH, wide)
-    middles = {
-        rank.number: _TEXT_WIDTH + wide * (column + 0.5) for column, rank in enumerate(ranks)
-    }
+    column_width = (WIDTH - _TEXT_WIDTH) / len(ranks)
+    draw_rank_headings(sheet, spec.parallelism, ranks, _TEXT_WIDTH, column_width)
+    middles: dict[int, float] = {}
+    for column, rank in enumerate(ranks):
+        middles[rank.number] = _TEXT_WIDTH + column_width * (column + 0.5)
     phase, first_y = None, sheet.y
     for line in _merge_calls(spec, sorted({rank.stage for rank in ranks})):
         if line.phase is not phase:
@@ -123,16 +123,23 @@ def draw_communication(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
             sheet.draw_text(0, sheet.y + 12, phase.replace("_", " "), "title")
             sheet.y += 17
         top = sheet.y
-        operation = line.operation.replace("_", "-")
-        heading = operation + _describe_group(spec.parallelism, line.group)
-        for text, kind in ((heading, "b"), (line.content, ""), (_describe_amounts(line), "q")):
-            sheet.y += 13 * sheet.draw_wrapped_text(0, _TEXT_WIDTH - 6, text, kind)
-        sheet.y += 6
+        _draw_line_text(sheet, spec, line)
         middle_y = (top + sheet.y) / 2 - 3
-        _draw_groups(sheet, line, ranks, middles, min(wide - 4, 40), middle_y)
+        box_width = min(column_width - 4, 40)
+        _draw_groups(sheet, line, ranks, middles, box_width, middle_y)
     for x in middles.values():
         sheet.draw_background_line(x, first_y)
     return sheet.to_svg()
+
+
+def _draw_line_text(sheet: Sheet, spec: RunSpec, line: _CallLine) -> None:
+    """Draw the text of a line, and move the sheet's `y` below it: operation and group, content, and amounts."""
+    operation = line.operation.replace("_", "-")
+    heading = operation + _describe_group(spec.parallelism, line.group)
+    for text, kind in ((heading, "b"), (line.content, ""), (_describe_amounts(line), "q")):
+        num_lines = sheet.draw_wrapped_text(0, _TEXT_WIDTH - 6, text, kind)
+        sheet.y += 13 * num_lines
+    sheet.y += 6
 
 
 def _describe_group(split: Parallelism, group: Group) -> str:
@@ -182,11 +189,14 @@ def _draw_groups(
     """
     kind = f"dim {COLOURS.get(line.group, 'few')}"
     is_send = line.operation is Operation.SEND
-    participants = ranks if is_send else [rank for rank in ranks if rank.stage in line.calls]
+    participants = ranks
+    if not is_send:
+        participants = [rank for rank in ranks if rank.stage in line.calls]
     groups = group_ranks_by(line.group, participants)
     lanes = _assign_lanes(groups)
     for members, lane in zip(groups, lanes, strict=True):
         xs = [middles[rank.number] for rank in members]
+        # Lanes are four units apart, and lie around the middle of the line.
         lane_y = y + 4 * lane - 2 * max(lanes)
         arrows = _list_arrows(line, members)
         for arrow in arrows:
@@ -200,7 +210,8 @@ def _draw_groups(
                 sheet.begin_group(title, rank=rank.number, sends=sent_bytes)
                 _draw_content(sheet, xs[index], y - 17, wide, before, kind)
                 sheet.end_group()
-            if index in receivers or not is_send:
+            receives = index in receivers or not is_send
+            if receives:
                 _draw_content(sheet, xs[index], y + 9, wide, after, kind)
 
 

@@ -92,17 +92,19 @@ def _draw_pass(
     calls: tuple[CollectiveCall, ...],
 ) -> None:
     """Draw one pass of a micro batch: a box with stripes below, and a label if there is room."""
-    is_forward = event.step.direction is Pass.FORWARD
+    kind, letter, phase = "backward", "B", Phase.BACKWARD
+    if event.step.direction is Pass.FORWARD:
+        kind, letter, phase = "forward", "F", Phase.FORWARD
+    number = event.step.microbatch + 1
     wide = scale * (event.end - event.start)
-    kind = "forward" if is_forward else "backward"
-    sheet.begin_group(f"{kind} of micro batch {event.step.microbatch + 1}")
-    sheet.draw_box(x, top, wide - 0.7, 20, kind)
-    label = f"{'F' if is_forward else 'B'}{event.step.microbatch + 1}"
+    box_width = wide - 0.7  # A gap separates neighbouring passes.
+    sheet.begin_group(f"{kind} of micro batch {number}")
+    sheet.draw_box(x, top, box_width, 20, kind)
+    label = f"{letter}{number}"
     if wide > 8 * len(label):
         sheet.draw_text(x + wide / 2, top + 14, label, "pass", "middle")
     sheet.end_group()
-    phase = Phase.FORWARD if is_forward else Phase.BACKWARD
-    _draw_stripes(sheet, calls, phase, x, top + 21, wide - 0.7)
+    _draw_stripes(sheet, calls, phase, x, top + 21, box_width)
 
 
 def _draw_stripes(

@@ -127,10 +127,12 @@ def select_ranks(split: Parallelism) -> list[DrawnRank]:
             room //= 2
         else:
             end_indices.append((0,))
-    numbers = (
-        tensor + split.tensor * (context + split.context * (data + split.data * stage))
-        for tensor, stage, data, context in product(*end_indices)
-    )
+    numbers = []
+    for tensor, stage, data, context in product(*end_indices):
+        # Ranks are numbered with TP varying fastest, then CP, then DP, then PP. See `locate_rank`.
+        replica = data + split.data * stage
+        context_group = context + split.context * replica
+        numbers.append(tensor + split.tensor * context_group)
     return [locate_rank(split, number) for number in sorted(numbers)]
 
 
@@ -198,8 +200,6 @@ def draw_rank_headings(
         start: The left edge of the first column.
         wide: The width of a column.
     """
-    degrees = {"tp": split.tensor, "cp": split.context, "dp": split.data, "pp": split.pipeline}
-    degrees["ep"] = split.expert
     for column, rank in enumerate(ranks):
         middle = start + wide * (column + 0.5)
         if wide < 50:
@@ -208,14 +208,18 @@ def draw_rank_headings(
             offset = 12 * (column % 2) if is_tight else 12
             sheet.draw_text(middle, sheet.y + 12 + offset, f"{rank.number}", "b", "middle")
             continue
-        indices = {
-            "tp": rank.tensor,
-            "cp": rank.context,
-            "dp": rank.data,
-            "pp": rank.stage,
-            "ep": rank.expert,
-        }
-        shown = " ".join(f"{name}{indices[name]}" for name in degrees if degrees[name] > 1)
         sheet.draw_text(middle, sheet.y + 12, f"rank {rank.number}", "b", "middle")
-        sheet.draw_text(middle, sheet.y + 24, shown, "q", "middle")
+        sheet.draw_text(middle, sheet.y + 24, _format_indices(split, rank), "q", "middle")
     sheet.y += 30
+
+
+def _format_indices(split: Parallelism, rank: DrawnRank) -> str:
+    """Return a rank's index in each dimension of size above 1, such as `tp1 dp0`."""
+    dimensions = (
+        ("tp", split.tensor, rank.tensor),
+        ("cp", split.context, rank.context),
+        ("dp", split.data, rank.data),
+        ("pp", split.pipeline, rank.stage),
+        ("ep", split.expert, rank.expert),
+    )
+    return " ".join(f"{name}{index}" for name, degree, index in dimensions if degree > 1)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import batched
+from operator import attrgetter
 
 from parakit.config.run import RunSpec
 from parakit.costs import (
@@ -168,24 +169,23 @@ experts.
 
 def _weight_rows(spec: RunSpec) -> Iterator[_TensorRow]:
     """Yield the drawing's rows on the weights: layers, and each component that some stage has."""
-    split = spec.parallelism
-    layers_by_stage = [_list_layers(spec, stage) for stage in range(split.pipeline)]
+    stages = range(spec.parallelism.pipeline)
+    layers_by_stage = [_list_layers(spec, stage) for stage in stages]
     num_layers = sum(map(len, layers_by_stage))
-    yield _TensorRow(
-        "layers",
-        lambda rank: _TensorBox(
-            f"{len(layers_by_stage[rank.stage]):,} of {num_layers:,}",
-            num_layers,
-            layers_by_stage[rank.stage],
-        ),
-    )
-    parameters_by_stage = [rank_parameters(spec, stage) for stage in range(split.pipeline)]
+
+    def make_layer_box(rank: DrawnRank) -> _TensorBox:
+        layers = layers_by_stage[rank.stage]
+        return _TensorBox(f"{len(layers):,} of {num_layers:,}", num_layers, layers)
+
+    yield _TensorRow("layers", make_layer_box)
+    parameters_by_stage = [rank_parameters(spec, stage) for stage in stages]
     bytes_per_weight = bytes_per_parameter(spec).weights
     for component, (label, cut) in _WEIGHTS.items():
-        numbers = [getattr(parameters, component) for parameters in parameters_by_stage]
-        if any(numbers):
-            sizes = [number * bytes_per_weight for number in numbers]
-            yield _TensorRow(label, partial(_make_weight_box, spec, sizes, cut))
+        bytes_by_stage = []
+        for parameters in parameters_by_stage:
+            bytes_by_stage.append(getattr(parameters, component) * bytes_per_weight)
+        if any(bytes_by_stage):
+            yield _TensorRow(label, partial(_make_weight_box, spec, bytes_by_stage, cut))
 
 
 def _make_weight_box(
@@ -227,32 +227,13 @@ def _memory_rows(spec: RunSpec) -> Iterator[_TensorRow]:
     The frame of a sharded component is as long as the component on all ranks together. The rank's shard is
     filled.
     """
-    split, sharding = spec.parallelism, spec.parallelism.sharding
+    split = spec.parallelism
     memory_by_stage = [estimate_rank_memory(spec, stage) for stage in range(split.pipeline)]
-    shard_ranks = split.data * split.context // spec.optimizer_instances
-    components = (
-        _MemoryComponent(
-            "weights",
-            lambda memory: memory.weights,
-            shards=shard_ranks if sharding.shards_weights else 1,
-        ),
-        _MemoryComponent(
-            "gradients",
-            lambda memory: memory.gradients,
-            shards=shard_ranks if sharding.shards_gradients else 1,
-        ),
-        _MemoryComponent(
-            "optimizer's state",
-            lambda memory: memory.main_parameters + memory.optimizer_state,
-            shards=shard_ranks if sharding else 1,
-        ),
-        _MemoryComponent("activations", lambda memory: memory.activations, shards=1),
-    )
-    longest = max(
-        component.get_bytes(memory) * component.shards
-        for memory in memory_by_stage
-        for component in components
-    )
+    components = _list_memory_components(spec)
+    longest = 0
+    for memory in memory_by_stage:
+        for component in components:
+            longest = max(longest, component.get_bytes(memory) * component.shards)
 
     def make_box(component: _MemoryComponent, rank: DrawnRank) -> _TensorBox:
         size_bytes = component.get_bytes(memory_by_stage[rank.stage])
@@ -262,6 +243,25 @@ def _memory_rows(spec: RunSpec) -> Iterator[_TensorRow]:
 
     for component in components:
         yield _TensorRow(component.name, partial(make_box, component))
+
+
+def _list_memory_components(spec: RunSpec) -> list[_MemoryComponent]:
+    """Return the components of a rank's memory, each with the number of ranks over which it is sharded."""
+    split, sharding = spec.parallelism, spec.parallelism.sharding
+    shard_ranks = split.data * split.context // spec.optimizer_instances
+    weight_shards = shard_ranks if sharding.shards_weights else 1
+    gradient_shards = shard_ranks if sharding.shards_gradients else 1
+    state_shards = shard_ranks if sharding else 1
+
+    def get_state_bytes(memory: PredictedMemory) -> int:
+        return memory.main_parameters + memory.optimizer_state
+
+    return [
+        _MemoryComponent("weights", attrgetter("weights"), weight_shards),
+        _MemoryComponent("gradients", attrgetter("gradients"), gradient_shards),
+        _MemoryComponent("optimizer's state", get_state_bytes, state_shards),
+        _MemoryComponent("activations", attrgetter("activations"), shards=1),
+    ]
 
 
 def _format_bytes(size_bytes: int) -> str:
