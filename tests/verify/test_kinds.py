@@ -160,3 +160,73 @@ def test_tensor_that_no_rank_holds_is_named():
         (CaptureStage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12
     )
     assert classify_error(comparison, (), LAYOUT).name == "held by no rank"
+
+
+def compared_in_micro_batches(wrong: set[tuple[int, int]]) -> str:
+    """Return the kind of an output of 2 ranks and 3 micro batches that is wrong in these (rank, micro batch)."""
+    comparison = TensorComparison(
+        (CaptureStage.OUTPUTS, "decoder.layers.0", "output"), tolerance=1e-6, order=0
+    )
+    noise = random(8, 4, seed=9)
+    for number in (0, 1):
+        for micro_batch in (0, 1, 2):
+            values = WHOLE + noise if (number, micro_batch) in wrong else WHOLE
+            comparison.add(ComparedTensor(number, micro_batch, values, WHOLE))
+    worst = comparison.worst
+    assert worst is not None
+    return classify_error(comparison, [worst], LAYOUT).name
+
+
+def test_an_error_on_all_ranks_in_one_micro_batch_names_the_micro_batch():
+    assert compared_in_micro_batches({(0, 1), (1, 1)}) == "wrong in micro batch 1 of 3 only"
+    wrong = {(0, 0), (1, 0), (0, 2), (1, 2)}
+    assert compared_in_micro_batches(wrong) == "wrong in 2 of 3 micro batches only"
+
+
+def test_an_error_of_one_rank_in_one_micro_batch_is_one_of_some_ranks():
+    assert compared_in_micro_batches({(1, 2)}) == "wrong on some ranks only"
+    assert compared_in_micro_batches({(0, 0), (0, 1), (0, 2)}) == "wrong on some ranks only"
+
+
+def test_tensor_or_elements_that_are_zero_are_named():
+    assert kind(np.zeros_like(WHOLE)).name == "zero"
+    lost = WHOLE.copy()
+    lost[:, 1] = 0
+    assert kind(lost).name == "zero in 8 of 32 elements"
+    assert kind(WHOLE, np.zeros_like(WHOLE)).name != "zero"
+
+
+@pytest.mark.parametrize(
+    ("factor", "name"), [(0, "not updated"), (2, "updated twice"), (3, "factor ×DP")]
+)
+def test_update_that_is_missing_or_applied_twice_is_named(factor, name):
+    assert kind(WHOLE * np.float32(factor), slot="update").name == name
+    assert kind(WHOLE * np.float32(2), slot="output").name == "factor ×TP"
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference", "name"),
+    [
+        (0.0, 0.1, "0 instead of 0.1"),
+        (0.25, 0.1, "0.25 instead of 0.1"),
+        (0.1, 0.0, "0.1 instead of 0"),
+        (0.2, 0.1, "factor ×TP"),
+    ],
+)
+def test_a_single_number_is_named_by_its_values(ours, reference, name):
+    assert kind(np.array([ours]), np.array([reference])).name == name
+
+
+def test_a_sum_over_smaller_groups_is_named():
+    parts = [random(8, 4, seed=seed) for seed in (1, 2)]
+    whole = parts[0] + parts[1]
+    ranks = [parts[0], parts[0], parts[1], parts[1]]
+    ours = kind(ranks[0], whole, more_ranks=ranks[1:])
+    assert ours.name == "missing sum over 4 ranks, only over groups of 2"
+    mean = kind(ranks[0], whole / 2, more_ranks=ranks[1:])
+    assert mean.name == "missing mean over 4 ranks, only over groups of 2"
+
+
+def test_equal_tensors_on_all_ranks_are_no_missing_sum():
+    other = random(8, 4, seed=3)
+    assert "missing" not in kind(other, more_ranks=(other,)).name

@@ -47,6 +47,10 @@ class TensorComparison:
     """Ranks of which some tensor is beyond the tolerance."""
     right_ranks: set[int] = field(default_factory=set)
     """Ranks of which some tensor is within the tolerance."""
+    wrong_micro_batches: set[int] = field(default_factory=set)
+    """Micro batches in which the tensor of some rank is beyond the tolerance; empty for parameters."""
+    right_micro_batches: set[int] = field(default_factory=set)
+    """Micro batches in which the tensor of some rank is within the tolerance; empty for parameters."""
     replicas_differ: tuple[int, ...] = ()
     """Ranks whose copies differ although they must be equal bit for bit."""
     uncovered: int = 0
@@ -62,6 +66,12 @@ class TensorComparison:
     def differs(self) -> bool:
         """True if the tensor is wrong: too large an error, copies that differ, or missing elements."""
         return self.error > self.tolerance or bool(self.replicas_differ) or self.uncovered > 0
+
+    @property
+    def is_wrong_in_some_micro_batches(self) -> bool:
+        """True if the tensor is wrong on every rank in some micro batches, and right on every rank in all others."""
+        has_both = bool(self.wrong_micro_batches) and bool(self.right_micro_batches)
+        return has_both and self.wrong_micro_batches.isdisjoint(self.right_micro_batches)
 
     def add_copies(self, tensor: ComparedTensor, holder: int) -> None:
         """Record that a rank's copy of a tensor differs bit for bit from the copy of rank `holder`.
@@ -88,10 +98,10 @@ class TensorComparison:
             error = relative_error(tensor.ours, tensor.reference)
         self.compared += 1
         is_wrong = error > self.tolerance
-        if is_wrong:
-            self.wrong_ranks.add(tensor.rank)
-        else:
-            self.right_ranks.add(tensor.rank)
+        (self.wrong_ranks if is_wrong else self.right_ranks).add(tensor.rank)
+        if tensor.micro_batch is not None:
+            micro_batches = self.wrong_micro_batches if is_wrong else self.right_micro_batches
+            micro_batches.add(tensor.micro_batch)
         if is_wrong and (self.worst is None or error > self.error):
             self.worst = tensor
         self.error = max(self.error, error)

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from parakit.artifacts.capture import UNOBSERVED_GRADIENT, CapturedRank, CaptureStage
+from parakit.artifacts.capture import (
+    UNOBSERVED_GRADIENT,
+    UPDATE_SUFFIX,
+    CapturedRank,
+    CaptureStage,
+)
 from parakit.verify.captured import Array
 from parakit.verify.comparison import ComparedTensor, TensorComparison, relative_error
 
@@ -93,6 +98,9 @@ def _list_kinds(
     limit = _residual_limit(comparison.error, comparison.tolerance)
     if stage is CaptureStage.NORM:
         yield from _find_wrong_norm(tensors, limit)
+    if comparison.key[2].endswith(UPDATE_SUFFIX):
+        yield from _find_wrong_update(worst, limit)
+    yield from _find_zeros(worst)
     yield from _find_factor(worst, limit, rank)
     yield from _find_bf16_rounding(worst)
     yield from _find_missing_sum(tensors, limit, rank)
@@ -103,8 +111,45 @@ def _list_kinds(
     yield from _find_wrong_rows(worst, comparison, rank)
     if comparison.replicas_differ:
         yield ErrorKind("copies differ between ranks")
+    if comparison.is_wrong_in_some_micro_batches:
+        yield ErrorKind(_name_wrong_micro_batches(comparison))
     if comparison.wrong_ranks and comparison.right_ranks:
         yield ErrorKind(_SOME_RANKS)
+
+
+def _name_wrong_micro_batches(comparison: TensorComparison) -> str:
+    """Return a kind that names the micro batches in which the tensor is wrong on every rank."""
+    wrong = sorted(comparison.wrong_micro_batches)
+    num_micro_batches = len(wrong) + len(comparison.right_micro_batches)
+    if len(wrong) == 1:
+        return f"wrong in micro batch {wrong[0]} of {num_micro_batches} only"
+    return f"wrong in {len(wrong)} of {num_micro_batches} micro batches only"
+
+
+def _find_wrong_update(tensor: ComparedTensor, limit: float) -> Iterator[ErrorKind]:
+    """Yield a kind if a parameter was not updated, or was updated twice.
+
+    `tensor` is the change of the parameter in the iteration.
+    """
+    if tensor.reference.any() and not tensor.ours.any():
+        yield ErrorKind("not updated", 0.0)
+    elif relative_error(tensor.ours, 2 * tensor.reference) < limit:
+        yield ErrorKind("updated twice", 2.0)
+
+
+def _find_zeros(tensor: ComparedTensor) -> Iterator[ErrorKind]:
+    """Yield a kind if all wrong elements are zero: the tensor, or a part of it, was never computed or was lost."""
+    ours, reference = _flatten(tensor.ours), _flatten(tensor.reference)
+    if ours.size == 1 or not reference.any():
+        return
+    if not ours.any():
+        yield ErrorKind("zero", 0.0)
+        return
+    errors = np.abs(ours - reference)
+    is_wrong = errors > _SIGNIFICANT_ERROR * errors.max(initial=0.0)
+    # A dropout mask of another random state also puts zeros, but then other elements are wrong, too.
+    if is_wrong.any() and not ours[is_wrong].any():
+        yield ErrorKind(f"zero in {is_wrong.sum()} of {is_wrong.size} elements")
 
 
 def _list_kinds_of_integers(
@@ -157,10 +202,10 @@ def _find_factor(tensor: ComparedTensor, limit: float, rank: CapturedRank) -> It
     """
     ours, reference = _flatten(tensor.ours), _flatten(tensor.reference)
     square = float(reference @ reference)
-    if square == 0:
-        return
-    factor = float(ours @ reference) / square
+    factor = float(ours @ reference) / square if square else 0.0
     if factor == 0:
+        if ours.size == 1:
+            yield ErrorKind(f"{ours[0]:.6g} instead of {reference[0]:.6g}")
         return
     remaining_error = relative_error(ours / factor, reference)
     if remaining_error > limit:
@@ -169,7 +214,12 @@ def _find_factor(tensor: ComparedTensor, limit: float, rank: CapturedRank) -> It
     # smaller than that, down to rounding. A factor of about 1 would then fit, and explain nothing.
     if remaining_error > _UNEXPLAINED_FRACTION * relative_error(ours, reference):
         return
-    yield ErrorKind(f"factor {name_factor(factor, rank)}", factor)
+    name = name_factor(factor, rank)
+    if ours.size == 1 and name[0] not in "×÷":
+        # Any two numbers have a factor. Only one that is a parallel degree tells something.
+        yield ErrorKind(f"{ours[0]:.6g} instead of {reference[0]:.6g}", factor)
+        return
+    yield ErrorKind(f"factor {name}", factor)
 
 
 def name_factor(factor: float, rank: CapturedRank) -> str:
@@ -279,12 +329,27 @@ def _find_missing_sum(
     num_ranks = len({copy.rank for copy in copies})
     if num_ranks < 2 or num_ranks != len(copies):
         return
-    total = np.sum([copy.ours for copy in copies], axis=0, dtype=np.float64)
     group = "TP" if num_ranks == rank.tensor[1] else f"{num_ranks}"
+    # Ranks with equal tensors have summed over a group that is too small, and hold the same term.
+    terms = _list_distinct_values(copies, limit)
+    ranks_per_term = num_ranks // len(terms)
+    total = np.sum(terms, axis=0, dtype=np.float64)
+    if len(terms) < 2:
+        return
+    partial = f", only over groups of {ranks_per_term}" if ranks_per_term > 1 else ""
     if relative_error(total, reference) < limit:
-        yield ErrorKind(f"missing sum over {group} ranks")
-    elif relative_error(total / num_ranks, reference) < limit:
-        yield ErrorKind(f"missing mean over {group} ranks")
+        yield ErrorKind(f"missing sum over {group} ranks{partial}")
+    elif relative_error(total / len(terms), reference) < limit:
+        yield ErrorKind(f"missing mean over {group} ranks{partial}")
+
+
+def _list_distinct_values(copies: Sequence[ComparedTensor], limit: float) -> list[Array]:
+    """Return the values of the ranks, each once: values that differ by no more than `limit` count as equal."""
+    distinct: list[Array] = []
+    for copy in copies:
+        if not any(relative_error(copy.ours, values) < limit for values in distinct):
+            distinct.append(copy.ours)
+    return distinct
 
 
 def _find_bf16_rounding(tensor: ComparedTensor) -> Iterator[ErrorKind]:

@@ -78,8 +78,10 @@ FIRST_DRIFT_ITERATION = 2
 """First iteration for which drift is measured: before it, no iteration has rounded a state or a weight."""
 NEAR_SEEDS = 3
 """Seeds with which an error near its tolerance is verified, the requested seed included."""
-FURTHER_LOSSES = {"auxiliary loss": "--moe-aux-loss-coeff", "z loss": "--moe-z-loss-coeff"}
-"""Losses beside the model's own, by the flag whose value 0 switches each off."""
+EXPERT_LOSSES = {"auxiliary loss": "--moe-aux-loss-coeff", "z loss": "--moe-z-loss-coeff"}
+"""Losses of a model with experts beside its main loss, with the flag whose value 0 switches each off."""
+MTP_LOSSES = {"MTP loss": "--mtp-loss-scaling-factor"}
+"""The same for a model that predicts several tokens per position."""
 _MOST_SHOWN_NOT_COMPARED = 5
 _PART_NAMES = {"begun": "strategy with the reference's routing and weights"}
 """Names of parts in error messages, where a part's name alone is unclear."""
@@ -494,11 +496,10 @@ class _IterationVerification:
         # and module inputs replace those of the runs without a loss.
         inputs = self._tensor_folder("given-to-reference")
         write_forced(reference, reference, inputs)
-        for name, flag in FURTHER_LOSSES.items():
-            if launch.model.shape.experts and Flags(launch.flags).number(flag) > 0:
-                without_loss = replace(launch, flags=merge_flags(launch.flags, (flag, "0")))
-                part = f"reference-without-{flag.removeprefix('--')}"
-                captures_without_loss[name] = self._capture(part, without_loss, forced=inputs)
+        for name, flag in list_further_losses(launch).items():
+            without_loss = replace(launch, flags=merge_flags(launch.flags, (flag, "0")))
+            part = f"reference-without-{flag.removeprefix('--')}"
+            captures_without_loss[name] = self._capture(part, without_loss, forced=inputs)
         parts = self._capture("reference-parts", launch, parts="1")
         return explain_by_parts(judgement, ours, parts, captures_without_loss)
 
@@ -555,6 +556,17 @@ class _IterationVerification:
     def _tensor_folder(self, part: str) -> Path:
         """Return the folder of the tensors of the run with the name `part`."""
         return self.scratch / f"{part}{self.suffix}"
+
+
+def list_further_losses(launch: Launch) -> dict[str, str]:
+    """Return the losses that a launch adds to its main loss, with the flag whose value 0 switches each off."""
+    losses: dict[str, str] = {}
+    if launch.model.shape.experts:
+        losses |= EXPERT_LOSSES
+    if Flags(launch.flags).has("--mtp-num-layers"):
+        losses |= MTP_LOSSES
+    flags = Flags(launch.flags)
+    return {name: flag for name, flag in losses.items() if flags.number(flag) > 0}
 
 
 def _list_changes_near_error(verdict: VerifyVerdict, strategy: Launch) -> tuple[str, ...]:
