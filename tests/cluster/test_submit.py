@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -120,6 +121,54 @@ def test_variables_of_transport_memory_and_modules_are_passed_on_and_named(
     assert "HF_TOKEN" not in text
     shown = " ".join(answer.stdout.split())
     assert all(name in shown.partition("passed on to it:")[2] for name in passed)
+
+
+PYXIS = (
+    "--container-image=IMAGE --container-mounts=SRC:DST --container-workdir=PATH --container-name=NAME "
+    "--[no-]container-mount-home --[no-]container-remap-root --container-writable --container-readonly"
+)
+"""Options that Pyxis adds to `srun --help`."""
+
+
+def render_gpu_script(sample: Path, runs: Path, **variables: str) -> str:
+    """Return what a dry run of a GPU target prints, which begins with the script."""
+    target = ("dp2", "gpt2-tiny", "2gpu", "--")
+    settings = {"LAUNCHER": "slurm", "DRY_RUN": "1", "DATA": str(sample), "RUNS": str(runs)}
+    printed = io.StringIO()
+    with (
+        patch.dict(os.environ, {**settings, **variables}),
+        redirect_stdout(printed),
+        redirect_stderr(printed),
+    ):
+        run_target("run", target)
+    return printed.getvalue()
+
+
+def test_ranks_in_a_container_of_pyxis_get_its_flags_and_no_folders_of_this_machine(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    program(programs, "srun", f"echo '{PYXIS}'")
+    variables = {"UCX_TLS": "rc", "CUDA_HOME": "/opt/cuda", "TRITON_CACHE_DIR": "/scratch/triton"}
+    shown = render_gpu_script(sample_prefix, tmp_path, SLURM_IMAGE="/kit.sqsh", **variables)
+    (step,) = (line for line in shown.splitlines() if line.startswith("exec srun"))
+    assert "--container-image=/kit.sqsh" in step
+    flags = re.findall(r"--(?:no-)?(container-[a-z-]+)", step)
+    assert len(flags) == 6
+    assert set(flags) <= set(re.findall(r"container-[a-z-]+", PYXIS))
+    (line,) = (line for line in shown.splitlines() if line.startswith("#SBATCH --export="))
+    passed_on = set(line.partition("=")[2].split(","))
+    assert variables.keys() & passed_on == {"UCX_TLS"}
+
+
+def test_without_pyxis_ranks_run_on_the_host_and_an_image_is_refused(
+    programs: Path, tmp_path: Path, sample_prefix: Path
+) -> None:
+    program(programs, "srun", "echo '--nodes=N'")
+    shown = render_gpu_script(sample_prefix, tmp_path, CUDA_HOME="/opt/cuda")
+    assert "--container-image" not in shown
+    assert "CUDA_HOME" in shown
+    refused = render_gpu_script(sample_prefix, tmp_path, SLURM_IMAGE="/kit.sqsh")
+    assert "Slurm here has no Pyxis" in refused
 
 
 def test_sbatch_does_not_see_variables_that_would_replace_what_the_script_states(

@@ -140,7 +140,7 @@ def _describe_job(name: str, launch: Launch) -> BatchJob:
         slurm=options.slurm,
         tasks=(),
         python=IMAGE_PYTHON if container_flags else sys.executable,
-        inherited=list_inherited_variables(options),
+        inherited=list_inherited_variables(options, in_container=bool(container_flags)),
         warning_seconds=_choose_warning_seconds(options),
         container=container_flags,
     )
@@ -153,11 +153,12 @@ def _choose_warning_seconds(options: Options) -> int | None:
     return (options.grace_seconds or GRACE_SECONDS) + MARGIN_SECONDS
 
 
-def list_inherited_variables(options: Options) -> tuple[str, ...]:
+def list_inherited_variables(options: Options, in_container: bool = False) -> tuple[str, ...]:
     """Return the names of this process's variables that the job gets; W&B's only if WANDB= is set.
 
     Slurm stores a job's variables in its own spool until the job has ended, so no other key is passed. Variables
-    of environment modules are passed if the site's shell lines may load some.
+    of environment modules are passed if the site's shell lines may load some. Ranks in a container have other folders,
+    so variables that name one, such as TRITON_CACHE_DIR, are not passed to them.
     """
     candidates = list(WANDB_NAMES)
     if options.slurm is not None and options.slurm.setup:
@@ -165,7 +166,7 @@ def list_inherited_variables(options: Options) -> tuple[str, ...]:
     left_out = {"CUDA_VISIBLE_DEVICES"}
     if not options.wandb:
         left_out.update(WANDB_NAMES)
-    names = inherited_names(*candidates, in_container=False)
+    names = inherited_names(*candidates, in_container=in_container)
     return tuple(name for name in names if name not in left_out)
 
 
