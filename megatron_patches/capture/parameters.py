@@ -8,6 +8,7 @@ of values with its position.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -59,6 +60,14 @@ class ParameterMap:
             self.parameters.append(tensor)
         else:
             self.buffers.append(tensor)
+
+    def hash_values(self) -> str:
+        """Return a hash of the values of all parameters and buffers on this rank."""
+        digest = hashlib.sha256()
+        for tensor in (*self.parameters, *self.buffers):
+            values = tensor.detach().reshape(-1).contiguous()
+            digest.update(values.view(torch.uint8).cpu().numpy())
+        return digest.hexdigest()[:16]
 
     def places(self, parameter: torch.Tensor) -> bool:
         """Return True if the parameter's position in the full tensor is known."""

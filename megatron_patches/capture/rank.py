@@ -77,6 +77,7 @@ def describe_rank(
     norm_groups: tuple[tuple[int, ...], ...],
     optimizer: Any,
     loss_scales: tuple[float, ...],
+    weight_hashes: tuple[str, ...],
 ) -> CapturedRank:
     """Return the content of `rank.json`: the rank's position in every group, the batch, the modules.
 
@@ -87,6 +88,7 @@ def describe_rank(
         norm_groups: Ranks over which gradient norms were summed, one tuple per group.
         optimizer: Megatron's optimizer.
         loss_scales: Loss scale of each iteration under fp16; empty without fp16.
+        weight_hashes: Hash of the initial weights, and of the weights after each iteration; may be empty.
     """
     from megatron.core.num_microbatches_calculator import get_num_microbatches
     from megatron.training import get_args
@@ -118,6 +120,7 @@ def describe_rank(
         vocabulary=int(getattr(args, "vocab_size", None) or args.padded_vocab_size),
         dtype=str(args.params_dtype).removeprefix("torch."),
         loss_scales=loss_scales,
+        weight_hashes=weight_hashes,
         modules={name: describe_module(module) for name, module in list_modules(chunks, names)},
         functions=_find_functions(chunks[0].config, optimizer),
         router_groups=_find_router_groups(args),

@@ -106,6 +106,7 @@ def _capture_step(
     watch = _WATCHES[0]
     if watch.chunks[0].config.fp16:
         watch.scales += (float(watch.optimizer.get_loss_scale()),)
+    watch.hash_weights()
     if watch.seeds:
         # Only a reference run measures update magnitudes.
         watch.start.follow(watch.optimizer)
@@ -158,10 +159,25 @@ class _Watch:
         self.start = InitialState(self.model, self.parameters)
         self.scales: tuple[float, ...] = ()
         """Loss scale of each iteration so far; empty without fp16."""
+        self.weight_hashes: tuple[str, ...] = ()
+        """Hash of the initial weights, and of those after each iteration so far; empty if none is taken."""
         self.num_begun: int | None = None
         """Number of micro batches that have begun; None if the parts of gradients are not captured."""
         self.last_gradients: dict[int, torch.Tensor] = {}
         """Copy of each gradient before the current micro batch, by the parameter's id."""
+
+    def hash_weights(self) -> None:
+        """Store the hash of the weights at the start of an iteration, or at the end of the captured one.
+
+        Two runs of one program have equal hashes, unless a race or a random state changes a run. Nothing is stored
+        while weights may be incomplete: under Megatron-FSDP, and with `--overlap-param-gather`, where other threads
+        still write them.
+        """
+        from megatron.training import get_args
+
+        is_fsdp = any(map(is_megatron_fsdp, self.model))
+        if not is_fsdp and not get_args().overlap_param_gather:
+            self.weight_hashes += (self.parameters.hash_values(),)
 
     def capture(self, call: Callable[..., Any], forward_step: Any, data: Any) -> Any:
         """Run the iteration and write its tensors, then repeat it, and return what the first run returned.
@@ -193,11 +209,18 @@ class _Watch:
         self._write_schedule()
         with _replay_data(data) as rewind:
             result, groups = self._run(call, forward_step, self.recording)
+            self.hash_weights()
             self.writer.flush()
             if snapshot is not None:
                 self._repeat(call, forward_step, snapshot, rewind, state_norms)
         rank = describe_rank(
-            self.chunks, self.names, self.parameters, groups, self.optimizer, self.scales
+            self.chunks,
+            self.names,
+            self.parameters,
+            norm_groups=groups,
+            optimizer=self.optimizer,
+            loss_scales=self.scales,
+            weight_hashes=self.weight_hashes,
         )
         self.writer.close(rank)
         return result

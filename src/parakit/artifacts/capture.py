@@ -192,6 +192,12 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     dtype: str
     loss_scales: tuple[float, ...] = ()
     """Loss scale of each iteration up to the captured one, in fp16; empty otherwise."""
+    weight_hashes: tuple[str, ...] = ()
+    """Hash of all weights and buffers of the rank after each iteration up to the captured one.
+
+    The first hash is that of the initial weights. The tuple is empty under Megatron-FSDP, with overlapped parameter
+    gathering, and in captures of older versions.
+    """
     modules: dict[str, CapturedModule] = {}
     functions: dict[str, str] = {}
     """File and line of the function that computes a stage or slot that no module computes.

@@ -6,6 +6,7 @@ that is written to `verdict.json`, with the comparisons that it rests on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -259,6 +260,39 @@ def _check_same_dropout_masks(reference: CapturedRank, strategy: CapturedRank) -
                 'with EXTRA="--hidden-dropout 0 --attention-dropout 0", or against the same strategy '
                 "(REFERENCE=<its strategy>, EXTRA_B=<flags that it has alone>)."
             )
+
+
+def find_unstable_iteration(captures: Sequence[Capture]) -> int | None:
+    """Return the first iteration after which several runs of one program have different weights.
+
+    Runs that begin with the same weights and train the same batches have the same bits, unless a race or a random
+    state changes one of them. The runs may have been captured in different iterations.
+
+    Returns:
+        The iteration; 0 if the initial weights differ, and None if all weights that two runs have are equal.
+    """
+    first_difference: int | None = None
+    for capture, other in itertools.combinations(captures, 2):
+        for rank, other_rank in zip(capture.ranks, other.ranks, strict=True):
+            hashes = zip(rank.rank.weight_hashes, other_rank.rank.weight_hashes, strict=False)
+            # Index 0 holds the hash of the initial weights.
+            for iteration, (value, other_value) in enumerate(hashes):
+                is_earlier = first_difference is None or iteration < first_difference
+                if value != other_value and is_earlier:
+                    first_difference = iteration
+    return first_difference
+
+
+def report_unstable_runs(judgement: Judgement, iteration: int) -> Judgement:
+    """Return a judgement on wrong weights whose kind is that two runs of the strategy differ.
+
+    Args:
+        judgement: Judgement on weights that are wrong at the start of an iteration.
+        iteration: First iteration after which the weights of two runs differ (`find_unstable_iteration`).
+    """
+    kind = f"not the same twice: weights after iteration {iteration} differ between two runs, as after a race"
+    verdict = replace(judgement.verdict, kind=kind, factor=None, iteration=iteration)
+    return replace(judgement, verdict=verdict)
 
 
 def judge(

@@ -52,12 +52,14 @@ from parakit.verify import (
     confirm,
     count_seeds,
     explain_by_parts,
+    find_unstable_iteration,
     judge,
     measure_drift,
     needs_parts,
     read_capture,
     reassemble_to_one_rank,
     refuse_comparison,
+    report_unstable_runs,
     write_forced,
     write_page,
     write_verdict,
@@ -314,7 +316,9 @@ def _find_first_wrong_iteration(
     """Return the judgement on the first iteration that differs, which is found by bisection.
 
     The search ends at an iteration whose weights are right at its beginning. It ends early if an iteration cannot be
-    compared. The judgement is then about the earliest iteration that is known to differ.
+    compared. The judgement is then about the earliest iteration that is known to differ. Each step trains the strategy
+    again. If the runs have different weights after the same iteration, the search cannot go on, and the judgement says
+    that the strategy is not the same twice.
 
     Args:
         judgement: Judgement on the verification's iteration, which begins with wrong weights.
@@ -323,15 +327,21 @@ def _find_first_wrong_iteration(
         train: Function that trains a run.
     """
     last_right, first_wrong = 0, verification.iteration
+    examined = [_IterationVerification(first_wrong, verification, scratch, train)]
     while judgement.begins_before and first_wrong - last_right > 1:
         middle = (last_right + first_wrong) // 2
-        earlier = _IterationVerification(middle, verification, scratch, train).judge_iteration()
+        examined.append(_IterationVerification(middle, verification, scratch, train))
+        earlier = examined[-1].judge_iteration()
+        if earlier.verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
+            break
+        captures = [iteration.read_strategy() for iteration in examined]
+        unstable_iteration = find_unstable_iteration(captures)
+        if unstable_iteration is not None:
+            return report_unstable_runs(judgement, unstable_iteration)
         if earlier.first is not None:
             judgement, first_wrong = earlier, middle
-        elif earlier.verdict.verdict is VerifyOutcome.HELD:
-            last_right = middle
         else:
-            break
+            last_right = middle
     return judgement
 
 
@@ -392,6 +402,14 @@ class _IterationVerification:
                 f"The tensors in {relative_to_root(self.scratch)} could not be read or written "
                 f"({error.strerror}); see to it that there is room, or name another folder with RUNS=."
             )
+
+    def read_strategy(self) -> Capture:
+        """Return the capture of the strategy, which must have been trained.
+
+        Raises:
+            VerifyError: The capture is missing or incomplete.
+        """
+        return read_capture(self._tensor_folder("strategy"))
 
     def _compare_logs(self, judgement: Judgement) -> Judgement:
         """Compare the values that the logs of strategy and reference print, and return the judgement with the result.
