@@ -201,13 +201,12 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
         folder: Folder of the checkpoint's iteration.
         backend: Format that the format file names; empty if there is no such file or it names none.
     """
-    checkpoint_format = TORCH_DIST if backend else FSDP
     try:
         stored = read_metadata(folder)
     except DamagedCheckpointError as error:
         return Contents(
             folder,
-            checkpoint_format,
+            TORCH_DIST if backend else FSDP,
             parse_folder_iteration(folder),
             arguments={},
             stored=StoredMetadata({}, (), {}),
@@ -216,11 +215,8 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
         )
     problems = list(_find_unreadable(folder, stored))
     stored = replace(stored, tensors=_remove_nemo_prefix(stored.tensors))
-    if _TORCHTITAN_EMBEDDING in stored.tensors:
-        checkpoint_format = TORCHTITAN
-    has_megatron_names = any(name.startswith(_WEIGHT_PREFIXES) for name in stored.tensors)
-    if checkpoint_format == FSDP and has_megatron_names:
-        checkpoint_format = TORCH_DIST
+    checkpoint_format = _find_distributed_format(stored, backend)
+    if checkpoint_format == TORCH_DIST and not backend:
         flaw = describe_file_problem(folder / FORMAT) or "does not name a format"
         problems.append(f"{FORMAT} {flaw}: Megatron takes the checkpoint for one of torch's own.")
     common: dict[str, Any] = {}
@@ -243,6 +239,17 @@ def _read_distributed(folder: Path, backend: str) -> Contents:
         problems=tuple(problems),
         optimizer_format=metadata.get("distrib_optim_sharding_type", ""),
     )
+
+
+def _find_distributed_format(stored: StoredMetadata, backend: str) -> str:
+    """Return the format of a distributed checkpoint, by its tensors' names and by what its format file names.
+
+    `backend` is empty if the format file names none. Then Megatron's names mean torch_dist, and others FSDP.
+    """
+    if _TORCHTITAN_EMBEDDING in stored.tensors:
+        return TORCHTITAN
+    has_megatron_names = any(name.startswith(_WEIGHT_PREFIXES) for name in stored.tensors)
+    return TORCH_DIST if backend or has_megatron_names else FSDP
 
 
 def _list_distributed_states(stored: StoredMetadata, common: Mapping[str, Any]) -> tuple[str, ...]:
@@ -278,27 +285,35 @@ def _read_common_state(
     Raises:
         DamagedCheckpointError: A torch_dist checkpoint has no such state, or it cannot be read.
     """
-    path = folder / COMMON_FILE
-    parts = (part for name, part in stored.objects.items() if name.startswith(COMMON))
-    common_part = next(parts, None)
-    if path.exists():
-        common_part = StoredPart(path.name, 0, path.stat().st_size)
-    if common_part is None and checkpoint_format == TORCH_DIST:
-        raise DamagedCheckpointError(
-            f"{COMMON_FILE} is missing, without which Megatron loads no {TORCH_DIST} checkpoint"
-        )
+    common_part = _find_common_part(folder, stored)
     if common_part is None:
+        if checkpoint_format == TORCH_DIST:
+            raise DamagedCheckpointError(
+                f"{COMMON_FILE} is missing, without which Megatron loads no {TORCH_DIST} checkpoint"
+            )
         return {
             name: describe_object(folder, stored.objects[name])
             for name in _FSDP_COMMON_OBJECTS
             if name in stored.objects
         }
-    if function := find_foreign_function_in(folder, common_part):
+    function = find_foreign_function_in(folder, common_part)
+    if function:
         raise DamagedCheckpointError(_refuse_function(common_part.file, function))
     common = describe_object(folder, common_part)
     if isinstance(common, list) and common:
         common = common[0]
     return common if isinstance(common, dict) else {}
+
+
+def _find_common_part(folder: Path, stored: StoredMetadata) -> StoredPart | None:
+    """Return the position of the common state: its own file, or else an object of the checkpoint; None without any."""
+    path = folder / COMMON_FILE
+    if path.exists():
+        return StoredPart(path.name, 0, path.stat().st_size)
+    for name, part in stored.objects.items():
+        if name.startswith(COMMON):
+            return part
+    return None
 
 
 def _refuse_function(file: str, function: str) -> str:
@@ -348,16 +363,7 @@ def _covering_flaw(tensor: StoredTensor) -> str:
 
 def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
     """Read a checkpoint of the format `torch`: one pickle per model-parallel rank."""
-    problems: list[str] = []
-    content_by_rank: dict[str, Any] = {}
-    for path in rank_files:
-        try:
-            with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
-                if function := find_foreign_function(archive):
-                    problems.append(f"{_refuse_function(path.name, function)}.")
-                content_by_rank[path.parent.name] = describe_saved(archive)
-        except Exception as error:  # A damaged pickle raises anything.
-            problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
+    content_by_rank, problems = _read_rank_files(rank_files)
     contents_of_ranks = content_by_rank.values()
     iteration = parse_folder_iteration(folder)
     for rank, content in content_by_rank.items():
@@ -365,8 +371,9 @@ def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
         if iteration is not None and rank_iteration != iteration:
             problems.append(f"{rank} is of iteration {rank_iteration}, not of {iteration}.")
     # All ranks store the same arguments, and those of the first rank that has any are used.
-    printed = (_print_arguments(content.get("args")) for content in contents_of_ranks)
-    arguments = next(filter(None, printed), {})
+    arguments: dict[str, str] = {}
+    for content in contents_of_ranks:
+        arguments = arguments or _print_arguments(content.get("args"))
     stored, copies = join_rank_files(folder, content_by_rank, arguments)
     for name in find_missing_ranks({path.parent.name for path in rank_files}, arguments):
         problems.append(f"{name} is missing: the checkpoint's arguments imply it.")
@@ -386,6 +393,25 @@ def _read_legacy(folder: Path, rank_files: list[Path]) -> Contents:
         copies=copies,
         has_legacy_names=any(has_legacy_names(content) for content in contents_of_ranks),
     )
+
+
+def _read_rank_files(rank_files: list[Path]) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of each rank's file by the name of its folder, and sentences on files with a fault.
+
+    A file that cannot be read is missing from the contents.
+    """
+    content_by_rank: dict[str, Any] = {}
+    problems: list[str] = []
+    for path in rank_files:
+        try:
+            with open_regular_file(path) as file, zipfile.ZipFile(file) as archive:
+                function = find_foreign_function(archive)
+                if function:
+                    problems.append(f"{_refuse_function(path.name, function)}.")
+                content_by_rank[path.parent.name] = describe_saved(archive)
+        except Exception as error:  # A damaged pickle raises anything.
+            problems.append(f"{path.parent.name}/{path.name} cannot be read ({error}).")
+    return content_by_rank, problems
 
 
 def _read_hugging_face(folder: Path) -> Contents:

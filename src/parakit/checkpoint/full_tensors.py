@@ -486,19 +486,8 @@ def _parse_name(raw_name: str) -> _CanonicalName:
     if name.startswith(_LEGACY_MODEL):
         for pattern, module in _LEGACY_MODULES.items():
             name = re.sub(pattern, module, name)
-    stack_index: list[int] = []
-    # A layer of multi-token prediction keeps its number also in the format torch_dist.
-    layer = None if name.startswith(_MTP) else _LAYER.search(f".{name}")
-    if layer:
-        stack_index.append(int(layer[1]))
-        name = _LAYER.sub(".layers.", f".{name}", count=1)[1:]
-    expert = _EXPERT.search(name)
-    if expert:
-        stack_index.append(int(expert["local_number"] or expert["grouped_number"]))
-        parameter = expert["local_parameter"]
-        if parameter is None:
-            parameter = expert["grouped_parameter"] + (expert["half"] or "")
-        name = f"{name[: expert.start()]}{_EXPERTS}{parameter}"
+    name, layer = _cut_layer(name)
+    name, expert = _cut_expert(name)
     # FSDP stores gate and value of a gated MLP as two tensors, whose names end in _w and _v.
     half = {"_w": 0, "_v": 1}.get(name[-2:]) if ".linear_fc1." in name else None
     if half is not None:
@@ -507,7 +496,33 @@ def _parse_name(raw_name: str) -> _CanonicalName:
         name = name.replace(module, norm)
     if moment:
         name = f"optimizer.state.{moment[2]}.{name}"
-    return _CanonicalName(name, tuple(stack_index), half)
+    stack_index = tuple(number for number in (layer, expert) if number is not None)
+    return _CanonicalName(name, stack_index, half)
+
+
+def _cut_layer(name: str) -> tuple[str, int | None]:
+    """Return a tensor's name without the number of its layer, and the number; None if the name has none.
+
+    A layer of multi-token prediction keeps its number, also in the format torch_dist.
+    """
+    layer = _LAYER.search(f".{name}")
+    if layer is None or name.startswith(_MTP):
+        return name, None
+    # The dot in front lets the pattern match at the beginning of the name.
+    without_number = _LAYER.sub(".layers.", f".{name}", count=1)[1:]
+    return without_number, int(layer[1])
+
+
+def _cut_expert(name: str) -> tuple[str, int | None]:
+    """Return a tensor's name without the number of its expert, and the number; None if the name has none."""
+    expert = _EXPERT.search(name)
+    if expert is None:
+        return name, None
+    parameter = expert["local_parameter"]
+    if parameter is None:
+        parameter = expert["grouped_parameter"] + (expert["half"] or "")
+    number = int(expert["local_number"] or expert["grouped_number"])
+    return f"{name[: expert.start()]}{_EXPERTS}{parameter}", number
 
 
 def _keep_layer_number(piece: _StackablePiece) -> _StackablePiece:

@@ -135,12 +135,14 @@ def _find_subfolder(folder: Path) -> Path:
     """
     if (folder / NEMO_WEIGHTS / METADATA).exists():
         return folder / NEMO_WEIGHTS
-    steps = {
-        int(match[1]): path
-        for path in folder.glob("step-*")
-        if (match := _STEP_FOLDER.fullmatch(path.name)) and (path / METADATA).exists()
-    }
-    return steps[max(steps)] if steps else folder
+    complete_steps: dict[int, Path] = {}
+    for path in folder.glob("step-*"):
+        match = _STEP_FOLDER.fullmatch(path.name)
+        if match and (path / METADATA).exists():
+            complete_steps[int(match[1])] = path
+    if not complete_steps:
+        return folder
+    return complete_steps[max(complete_steps)]
 
 
 def _refuse_deepspeed(folder: Path) -> None:

@@ -230,13 +230,18 @@ def bytes_per_parameter(spec: RunSpec) -> Precision:
     usual, types = PRECISIONS[spec.dtype], spec.state_types
     if types == _USUAL_TYPES or spec.dtype != "bf16":
         return usual
+    sharding = spec.parallelism.sharding
     gradients = _TYPE_BYTES[types.gradients or "fp32"]
-    if not types.precision_aware or not spec.parallelism.sharding or types.offloaded_fraction:
-        return replace(usual, gradients=gradients, gradient_copies=4 if gradients < 4 else 0)
-    is_distributed_optimizer = not spec.parallelism.sharding.wraps_modules
+    reads_gradients_directly = (
+        types.precision_aware and bool(sharding) and not types.offloaded_fraction
+    )
+    if not reads_gradients_directly:
+        gradient_copies = 4 if gradients < 4 else 0
+        return replace(usual, gradients=gradients, gradient_copies=gradient_copies)
     main_parameters = _TYPE_BYTES[types.main_parameters or "fp32"]
-    if is_distributed_optimizer and not types.main_parameters and not spec.fp8_recipe:
-        main_parameters = 2
+    is_megatron_fsdp = sharding.wraps_modules
+    if not is_megatron_fsdp and not types.main_parameters and not spec.fp8_recipe:
+        main_parameters = 2  # Only the remainders.
     first_moment = _TYPE_BYTES[types.first_moment or "fp32"]
     second_moment = _TYPE_BYTES[types.second_moment or "fp32"]
     return replace(

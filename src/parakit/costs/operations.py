@@ -86,18 +86,25 @@ def wire_bytes(
         return 0
     if operation is Operation.SEND:
         return payload_bytes
-    on_gloo = transport is Transport.GLOO
-    if on_gloo and operation is Operation.REDUCE:
-        # gloo splits the tensor into segments. In the ring each rank sends all segments but two to
-        # its neighbour. Then each rank but the root sends its chunk to the root.
-        segment = max(1, min(-(-payload_bytes // (2 * ranks)), _GLOO_SEGMENT_BYTES))
-        segments = max(-(-payload_bytes // segment), 2 * ranks)
-        segments = -(-segments // ranks) * ranks
-        ring = payload_bytes * (segments - 2) // segments
-        return ring + payload_bytes * (ranks - 1) // ranks**2
-    # gloo has no reduce-scatter: torch runs an all-reduce in its place.
-    is_all_reduce = operation is Operation.ALL_REDUCE or (
-        on_gloo and operation is Operation.REDUCE_SCATTER
-    )
-    passes = 2 if is_all_reduce else 1
+    if transport is Transport.GLOO:
+        if operation is Operation.REDUCE:
+            return _wire_bytes_of_gloo_reduce(payload_bytes, ranks)
+        if operation is Operation.REDUCE_SCATTER:
+            # gloo has no reduce-scatter: torch runs an all-reduce in its place.
+            operation = Operation.ALL_REDUCE
+    passes = 2 if operation is Operation.ALL_REDUCE else 1
     return passes * (ranks - 1) * payload_bytes // ranks
+
+
+def _wire_bytes_of_gloo_reduce(payload_bytes: int, ranks: int) -> int:
+    """Return the bytes that one rank sends in a reduce on gloo.
+
+    gloo splits the tensor into segments. In the ring each rank sends all segments but two to its neighbour. Then each
+    rank but the root sends its chunk to the root.
+    """
+    segment_bytes = max(1, min(-(-payload_bytes // (2 * ranks)), _GLOO_SEGMENT_BYTES))
+    segments = max(-(-payload_bytes // segment_bytes), 2 * ranks)
+    segments = -(-segments // ranks) * ranks
+    ring_bytes = payload_bytes * (segments - 2) // segments
+    bytes_to_root = payload_bytes * (ranks - 1) // ranks**2
+    return ring_bytes + bytes_to_root

@@ -57,11 +57,7 @@ def read_dump(path: Path, evidence: RankEvidence) -> list[GroupOfRanks]:
         UnreadableDumpError: The file is truncated, foreign or hostile.
     """
     try:
-        content = path.read_bytes()
-        is_json = content[:1] == b"{"
-        dump = json.loads(content) if is_json else PlainUnpickler(io.BytesIO(content)).load()
-        if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
-            raise ValueError("it has no list of entries")
+        dump = _decode_dump(path.read_bytes())
         groups = _read_groups(dump.get("pg_config") or {})
         progress = _read_progress(dump.get("pg_status") or {}, groups)
         entries = sorted(dump["entries"], key=lambda entry: int(entry["record_id"]))
@@ -79,6 +75,19 @@ def read_dump(path: Path, evidence: RankEvidence) -> list[GroupOfRanks]:
     is_plausible = not calls or dumped_ns >= calls[-1].created_ns
     evidence.dumped_ns = dumped_ns if is_plausible else None
     return groups
+
+
+def _decode_dump(content: bytes) -> dict[str, Any]:
+    """Return the dictionary in a dump file, which is JSON or a pickle. Nothing in the pickle is executed.
+
+    Raises:
+        ValueError: The file has no list of entries. A damaged file raises other errors too.
+    """
+    is_json = content[:1] == b"{"
+    dump = json.loads(content) if is_json else PlainUnpickler(io.BytesIO(content)).load()
+    if not isinstance(dump, dict) or not isinstance(dump.get("entries"), list):
+        raise ValueError("it has no list of entries")
+    return dump
 
 
 def _read_groups(config: Mapping[str, Mapping[str, Any]]) -> list[GroupOfRanks]:
@@ -100,25 +109,26 @@ def _apply_batch_ends(entries: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     NCCL's recorder stores the messages of a batch, and then an entry for the end of the batch. Only the last
     entry has the correct state. Messages of a batch without an end entry were not sent, so they are left out.
     """
-    completed_entries: list[dict[str, Any]] = []
+    copied_entries = [dict(entry) for entry in entries]
     open_batches: dict[tuple[str, int], list[dict[str, Any]]] = {}
-    for entry in map(dict, entries):
-        batch_key = str(entry["process_group"][0]), int(entry["p2p_seq_id"])
+    for entry in copied_entries:
+        group_name = str(entry["process_group"][0])
+        batch_key = (group_name, int(entry["p2p_seq_id"]))
         is_end = str(entry["profiling_name"]).endswith(":coalesced")
-        if entry.get("is_p2p") and not is_end:
-            open_batches.setdefault(batch_key, []).append(entry)
         # The end of a batch of collectives has a number among collectives, and needs no change.
-        elif is_end and not entry["collective_seq_id"]:
+        is_end_of_messages = is_end and not entry["collective_seq_id"]
+        if is_end_of_messages:
             entry["is_p2p"] = True
-            for message in open_batches.pop(batch_key, ()):
+            for message in open_batches.pop(batch_key, []):
                 message["state"] = entry.get("state")
                 message["retired"] = entry.get("retired")
-        completed_entries.append(entry)
+        elif entry.get("is_p2p") and not is_end:
+            open_batches.setdefault(batch_key, []).append(entry)
     # Two messages may have equal entries, so that unsent ones are recognised by their identity.
     unsent_ids: set[int] = set()
     for batch in open_batches.values():
         unsent_ids.update(id(message) for message in batch if _is_batched_message(message))
-    return [entry for entry in completed_entries if id(entry) not in unsent_ids]
+    return [entry for entry in copied_entries if id(entry) not in unsent_ids]
 
 
 def _is_batched_message(entry: Mapping[str, Any]) -> bool:

@@ -489,25 +489,34 @@ def _are_waits_only_reported(waits: Waits, roots: Sequence[int]) -> bool:
 
 def _describe_unknown_roots(waits: Waits, roots: Sequence[int]) -> str:
     """Return sentences on one or several ranks that left no evidence although other ranks wait for them."""
-    names = format_ranks(roots).capitalize()
-    waits_for_roots = waits.direct_waits_for(roots)
-    calls = {describe_wait_call(waits.evidence, wait) for wait in waits_for_roots}
-    if len(calls) == 1:
-        waiting = f"{describe_waiting_ranks(waits_for_roots)} for {'it' if len(roots) == 1 else 'them'} in {min(calls)}"
-        call = waits_for_roots[0].call
-        location = str(locate_call(waits.evidence, call)) if call else ""
-        waiting += f" ({location})" if location else ""
-    else:
-        waiting = f"{plural(len(waits.ranks_in_calls), 'rank')} wait for {'it' if len(roots) == 1 else 'them'}"
-    if len(roots) == 1:
-        return f"{names} left nothing, and {waiting}. It stopped before that call, or its lines are missing."
+    is_single = len(roots) == 1
+    waiting = _describe_waits_for_unknown_roots(waits, roots, pronoun="it" if is_single else "them")
+    names = format_ranks(roots)
+    if is_single:
+        return (
+            f"{names.capitalize()} left nothing, and {waiting}. It stopped before that call, or its lines are "
+            "missing."
+        )
     blocked = sorted({*waits.evidence.blocked_later} & {*roots})
     if blocked:
         return (
-            f"No call of {format_ranks(roots)} is known, and {waiting}. Which of them stopped is not known. The "
+            f"No call of {names} is known, and {waiting}. Which of them stopped is not known. The "
             f"watchdog of {format_ranks(blocked)} was blocked, after the timeout."
         )
-    return f"{names} left nothing, and {waiting}. Which of them stopped is not known."
+    return f"{names.capitalize()} left nothing, and {waiting}. Which of them stopped is not known."
+
+
+def _describe_waits_for_unknown_roots(waits: Waits, roots: Sequence[int], *, pronoun: str) -> str:
+    """Return a clause on the ranks that wait for `roots`. If they wait in one call, it names the call and its place."""
+    waits_for_roots = waits.direct_waits_for(roots)
+    calls = {describe_wait_call(waits.evidence, wait) for wait in waits_for_roots}
+    if len(calls) != 1:
+        return f"{plural(len(waits.ranks_in_calls), 'rank')} wait for {pronoun}"
+    (call_text,) = calls
+    clause = f"{describe_waiting_ranks(waits_for_roots)} for {pronoun} in {call_text}"
+    call = waits_for_roots[0].call
+    location = str(locate_call(waits.evidence, call)) if call else ""
+    return f"{clause} ({location})" if location else clause
 
 
 def _may_wait_unrecorded(waits: Waits, rank: int) -> bool:
@@ -603,11 +612,12 @@ def _judge_mismatch(waits: Waits, mismatch: CallMismatch) -> HangVerdict:
     (rank, call), (other_rank, other_call) = mismatch.first, mismatch.second
     departure = find_departure(evidence, mismatch.group.ranks)
     culprit = departure.rank if departure else _find_only_rank_that_differs(evidence, mismatch)
+    # A number that both calls have is named once.
+    other_number = _describe_number(other_call) if other_call.number != call.number else ""
     sentence = (
         f"{evidence.name_rank(rank)} called {describe_call(call)}{_describe_number(call)} of its "
         f"{mismatch.group.label} where rank {other_rank} called {describe_call(other_call)}"
-        f"{_describe_number(other_call) if other_call.number != call.number else ''}: another "
-        f"{mismatch.differs}."
+        f"{other_number}: another {mismatch.differs}."
     )
     if culprit is None:
         return _make_verdict(
@@ -618,14 +628,16 @@ def _judge_mismatch(waits: Waits, mismatch: CallMismatch) -> HangVerdict:
             call=call,
         )
     wrong_call, usual_call = (call, other_call) if culprit == rank else (other_call, call)
-    usual_location = locate_call(evidence, usual_call)
+    location = locate_call(evidence, usual_call)
+    if departure:
+        location = locate_departure(evidence, departure)
     return _make_verdict(
         waits,
         sentence=f"{evidence.name_rank(culprit)} left the order of calls. {sentence}",
         culprits=(culprit,),
         kind=HangKind.OTHER_COLLECTIVE,
         call=wrong_call,
-        location=locate_departure(evidence, departure) if departure else usual_location,
+        location=location,
     )
 
 
@@ -768,18 +780,17 @@ def _judge_without_roots(waits: Waits) -> HangVerdict:
 
 
 def _judge_threads(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
-    """Return the verdict on ranks whose main thread and another thread are in collectives at the same time."""
-    threads = [
-        (rank, thread)
-        for rank in ranks
-        for thread in waits.evidence.get_rank(rank).communicating_threads
-    ]
-    rank, thread = threads[0]
-    function = next(frame.function for frame in thread.frames if TORCH_DISTRIBUTED in frame.file)
+    """Return the verdict on ranks whose main thread and another thread are in collectives at the same time.
+
+    The sentence names the thread of the first rank.
+    """
+    first_rank = ranks[0]
+    thread = waits.evidence.get_rank(first_rank).communicating_threads[0]
+    collectives = [frame.function for frame in thread.frames if TORCH_DISTRIBUTED in frame.file]
     return _make_verdict(
         waits,
-        sentence=f"Two threads of {format_ranks(ranks)} are in collectives at once. In rank {rank} the thread "
-        f"{thread.name} is in {function}. {describe_ranks(waits.evidence)} Threads have no common order of "
+        sentence=f"Two threads of {format_ranks(ranks)} are in collectives at once. In rank {first_rank} the thread "
+        f"{thread.name} is in {collectives[0]}. {describe_ranks(waits.evidence)} Threads have no common order of "
         "calls, so that calls of one group do not fit together.",
         suspects=ranks,
         kind=HangKind.OTHER_COLLECTIVE,
@@ -951,13 +962,17 @@ def _choose_next_step(
 
     The sentence does not ask for the culprits' stacks if the evidence has them.
     """
+    if kind is None:
+        return ""
     stacks = [evidence.get_rank(rank).stack for rank in culprits]
-    if kind is not HangKind.NEVER_ENTERED or not stacks or not all(stacks):
-        return _NEXT_STEPS[kind] if kind else ""
+    has_all_stacks = bool(stacks) and all(stacks)
+    if kind is not HangKind.NEVER_ENTERED or not has_all_stacks:
+        return _NEXT_STEPS[kind]
     parts = {locate_frames(stack).part for stack in stacks}
-    return next(
-        (step for part, step in _NEXT_STEPS_IN_PARTS.items() if part in parts), _STEP_AT_LINE
-    )
+    for part, step in _NEXT_STEPS_IN_PARTS.items():
+        if part in parts:
+            return step
+    return _STEP_AT_LINE
 
 
 def _find_module(

@@ -9,6 +9,7 @@ other in a cycle are a root together.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from itertools import dropwhile
 
@@ -270,15 +271,26 @@ def _pipeline_neighbours(evidence: HangEvidence, rank_evidence: RankEvidence) ->
     """Return the ranks of the stages that a rank communicates with, by its stack; empty if there are none."""
     if rank_evidence.is_stopped or not is_in_collective(rank_evidence.stack):
         return ()
+    stage_steps = _find_stage_steps(rank_evidence)
+    for group in evidence.groups.values():
+        if group.is_pipeline and rank_evidence.rank in group.ranks:
+            stage, num_stages = group.ranks.index(rank_evidence.rank), len(group.ranks)
+            neighbours = {group.ranks[(stage + step) % num_stages] for step in stage_steps}
+            return tuple(sorted(neighbours - {rank_evidence.rank}))
+    return ()
+
+
+def _find_stage_steps(rank_evidence: RankEvidence) -> AbstractSet[int]:
+    """Return the steps to the stages that a rank communicates with, by the functions in its stack.
+
+    A step is 1 to the next stage and -1 to the previous one. The result is empty if no function is known.
+    """
     functions = {
         frame.function.rpartition(".")[2]
         for frame in rank_evidence.stack
         if any(name in frame.file for name in PIPELINE_FILES)
     }
-    steps = next((steps for name, steps in AWAITED_STAGES.items() if name in functions), set())
-    for group in evidence.groups.values():
-        if group.is_pipeline and rank_evidence.rank in group.ranks:
-            stage, num_stages = group.ranks.index(rank_evidence.rank), len(group.ranks)
-            neighbours = {group.ranks[(stage + step) % num_stages] for step in steps}
-            return tuple(sorted(neighbours - {rank_evidence.rank}))
-    return ()
+    for function, steps in AWAITED_STAGES.items():
+        if function in functions:
+            return steps
+    return frozenset()

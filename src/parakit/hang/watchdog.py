@@ -378,28 +378,32 @@ class _LogReader:
 
     def _feed_desync(self, line: str) -> None:
         """Read a line of the report on a group's ranks that torch writes after one of them timed out."""
-        if heading := _SNAPSHOT_HEADING.match(line):
+        heading = _SNAPSHOT_HEADING.match(line)
+        if heading:
             self._snapshot_number = int(heading["number"])
             return
         reporter = self._timeouts[-1].speaker if self._timeouts else None
         if reporter is None or reporter.rank != reporter.rank_in_group:
             return
-        if match := _DESYNC.search(line):
-            number = match["started"] or match["finished"]
+        desync = _DESYNC.search(line)
+        if desync:
+            number = desync["started"] or desync["finished"]
             entry = _DesyncEntry(
                 reporter,
-                ranks=_read_ranks(match["ranks"]),
+                ranks=_read_ranks(desync["ranks"]),
                 number=int(number) if number else None,
-                is_finished=match["started"] is None,
+                is_finished=desync["started"] is None,
             )
             self._desync.append(entry)
-        elif (match := _SNAPSHOT.match(line)) and self._snapshot_number is not None:
+            return
+        snapshot = _SNAPSHOT.match(line)
+        if snapshot and self._snapshot_number is not None:
             entry = _DesyncEntry(
                 reporter,
-                ranks=_read_ranks(match["ranks"]),
+                ranks=_read_ranks(snapshot["ranks"]),
                 number=self._snapshot_number,
-                is_finished=match["state"] == "finished",
-                operation=normalise_operation(match["operation"]),
+                is_finished=snapshot["state"] == "finished",
+                operation=normalise_operation(snapshot["operation"]),
             )
             self._desync.append(entry)
 
@@ -708,26 +712,30 @@ def _make_timeout(
 
     Its group is taken from the line, or else from the line with the counts.
     """
-    has_no_group = line.speaker.group is None and count is not None
-    speaker = count.speaker if has_no_group and count is not None else line.speaker
+    speaker = line.speaker
+    if speaker.group is None and count is not None:
+        speaker = count.speaker
+    text = line.match.string
     fields = line.match.groupdict()
-    operation, number = fields.get("operation"), int(line.match["number"] or 0)
     sizes: tuple[tuple[int, ...], ...] = ()
     if fields.get("elements"):
         sizes = ((int(fields["elements"]),),)
     elif fields.get("shape"):
         sizes = (_read_shape(fields["shape"]),)
+    operation = _find_operation_of_coalesced(text)
+    if not operation:
+        stated = fields.get("operation")
+        operation = normalise_operation(stated) if stated else UNKNOWN_OPERATION
+    number = int(line.match["number"] or 0)
     group = namer.name_group(speaker, number or None)
-    gathering = _find_operation_of_coalesced(line.match.string)
     call = RecordedCall(
         group=group,
         description=namer.describe(group),
-        operation=gathering or (normalise_operation(operation) if operation else UNKNOWN_OPERATION),
+        operation=operation,
         number=number,
         sizes=sizes,
         is_reported=True,
     )
-    text = line.match.string
     start = max(text.find("Watchdog caught"), text.find("Timeout at"), 0)
     progress = _read_progress(count.match) if count else None
     return ReportedTimeout(line.speaker.rank, call, progress, text[start:].strip())

@@ -101,16 +101,22 @@ def find_first_error(log: ScrapedLog) -> LoggedError | None:
     that a signal killed a rank. In the last case other ranks only report that they lost this rank, so only an
     error of the scheduler is returned.
     """
-    trace, exit_code = log.trace, log.trace.root_cause_exit_code
+    trace = log.trace
     causes = [error for error in trace.errors if not error.secondary]
-    if exit_code is not None and -exit_code in _SILENT_SIGNALS:
-        return next((error for error in causes if error.kind == SCHEDULER), None)
+    if _was_killed_silently(trace.root_cause_exit_code):
+        scheduler_errors = [error for error in causes if error.kind == SCHEDULER]
+        return scheduler_errors[0] if scheduler_errors else None
     # torchrun's ChildFailedError only says that a rank failed.
     candidates = causes or [error for error in trace.errors if error.kind != "ChildFailedError"]
     for error in candidates:
         if error.rank is not None and error.rank == trace.root_cause_rank:
             return error
     return candidates[0] if candidates else None
+
+
+def _was_killed_silently(exit_code: int | None) -> bool:
+    """Return True if a signal ended the process that a killed process has no time to report."""
+    return exit_code is not None and -exit_code in _SILENT_SIGNALS
 
 
 def describe_log_end(log: ScrapedLog) -> str:

@@ -249,11 +249,13 @@ class ErrorCollector:
             self._add_error(early[1] or "PatchError", early[2] or early[0], None)
             return
         fatal = _FATAL.search(line)
-        if not fatal:
-            return
-        text = fatal[1]
-        kind_and_message = text.split(": ", 1)
-        is_reported = any(kind_and_message[-1] in error.message for error in self._errors)
+        if fatal:
+            self._add_fatal_error(fatal[1], line)
+
+    def _add_fatal_error(self, text: str, line: str) -> None:
+        """Add an error that a program reports as fatal, unless its message was read before."""
+        message = text.split(": ", 1)[-1]
+        is_reported = any(message in error.message for error in self._errors)
         if not is_reported:
             kind = "OutOfMemoryError" if _OUT_OF_MEMORY.search(text) else "fatal"
             rank, _ = _split_prefix(line)

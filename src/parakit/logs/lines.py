@@ -103,12 +103,16 @@ def split_lines(text: str) -> tuple[list[str], str]:
     ANSI escapes are removed. A line longer than MAX_LINE is returned as several lines.
     """
     lines = text.splitlines()
-    unfinished = lines.pop() if lines and text[-1] not in "\r\n" else ""
+    unfinished = ""
+    if lines and text[-1] not in "\r\n":
+        unfinished = lines.pop()
     if any(len(line) > MAX_LINE for line in lines):
         lines = [piece for line in lines for piece in _cut_line(line)]
-    *pieces, unfinished = _cut_line(unfinished)
-    lines += pieces
-    return ([drop_escapes(line) for line in lines] if "\x1b" in text else lines), unfinished
+    *complete_pieces, unfinished = _cut_line(unfinished)
+    lines += complete_pieces
+    if "\x1b" in text:
+        lines = [drop_escapes(line) for line in lines]
+    return lines, unfinished
 
 
 def drop_escapes(line: str) -> str:

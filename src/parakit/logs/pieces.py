@@ -75,15 +75,15 @@ class Fold:
         # Without a blank before the width, every program cuts at the width.
         if self.cut is Cut.ANYWHERE or b" " not in line:
             return b"" if len(line) == self.width else None
-        if self.cut is Cut.BEHIND_BLANKS and not line.endswith(b" "):
-            return None
-        if self.cut is Cut.AT_BLANKS and following[:1] in (b" ", b""):
-            return None
         # The line was cut only if the next word did not fit, with a blank before or after it.
         word = following.split(b" ", 1)[0]
         if self.cut is Cut.BEHIND_BLANKS:
-            blank_after_word = 1 if len(word) < len(following) else 0
-            return b"" if len(line) + len(word) + blank_after_word > self.width else None
+            has_blank_after_word = len(word) < len(following)
+            needed_width = len(line) + len(word) + has_blank_after_word
+            is_cut = line.endswith(b" ") and needed_width > self.width
+            return b"" if is_cut else None
+        if not word:
+            return None
         if len(line) + 1 + len(word) > self.width:
             return b" "
         # Numbers after these texts are padded with blanks. The cut has lost all of them, so the line may be short.

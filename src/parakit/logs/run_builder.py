@@ -14,7 +14,7 @@ import numpy as np
 
 from parakit.logs.dialects import ParsedIteration, load_dialects
 from parakit.logs.failures import ErrorCollector
-from parakit.logs.iterations import Columns, IterationTable, TableBuilder
+from parakit.logs.iterations import Columns, Iteration, IterationTable, TableBuilder
 from parakit.logs.lines import make_printable
 from parakit.logs.scraped import (
     ArgumentList,
@@ -178,39 +178,57 @@ class RunBuilder:
         return line._replace(iteration=iteration)
 
     def add_iteration(self, line: ParsedIteration, log_line: int) -> None:
-        """Store an iteration. Of several iterations with the same number, the last is used.
+        """Store an iteration. If several iterations have the same number, the last one is used.
 
-        At most MAX_ITERATIONS are stored. An iteration that repeats the last one is ignored. `log_line` is the number
-        of its line in the file.
+        At most MAX_ITERATIONS are stored. A line with the same figures as the line before is ignored, unless training
+        started again between them. `log_line` is the number of the line in the file.
         """
         if len(self.iterations) >= MAX_ITERATIONS:
             self._overflow = True
             return
         iteration = line.iteration
-        self._first_seen = self._first_seen or line.stamp or None
-        self._generation = self._generation if self._generation.name else line.generation
-        figures, last = _FIGURES_OF_ITERATION(iteration), self.iterations.last
+        if self._first_seen is None:
+            self._first_seen = line.stamp or None
+        if not self._generation.name:
+            self._generation = line.generation
+        figures = _FIGURES_OF_ITERATION(iteration)
         if self._restarting:
-            # If a log repeats lines word for word, they count as one restart. After a restart the same iteration
-            # can print the same numbers; elsewhere that is a line that was printed twice.
-            if figures not in self._first_again:
-                self._restarts.append(iteration.iteration)
-            self._first_again.add(figures)
-            self._restarting = False
-        elif last is not None and _FIGURES_OF_ITERATION(last) == figures:
-            return
+            self._record_restart(iteration)
+        else:
+            last = self.iterations.last
+            if last is not None and _FIGURES_OF_ITERATION(last) == figures:
+                return
         self._lines_since_start += 1
-        # Only these few lines get marks. All other lines are stored as parsed.
-        if self._lines_since_start <= 2 or self._paused:
-            is_first = self._lines_since_start == 1
-            iteration = msgspec.structs.replace(
-                iteration,
-                first_of_start=is_first,
-                averaged=self._lines_since_start == 2 and self._generation.averages_second_line,
-                after_pause=self._paused and not is_first,
-            )
+        self.iterations.append(self._mark_iteration(iteration), log_line)
         self._paused = False
-        self.iterations.append(iteration, log_line)
+
+    def _record_restart(self, iteration: Iteration) -> None:
+        """Record that training started again with this iteration.
+
+        After a restart the same iteration can print the same figures as before. A log may also repeat lines word for
+        word, and a start that was recorded before then counts once.
+        """
+        figures = _FIGURES_OF_ITERATION(iteration)
+        if figures not in self._first_again:
+            self._restarts.append(iteration.iteration)
+        self._first_again.add(figures)
+        self._restarting = False
+
+    def _mark_iteration(self, iteration: Iteration) -> Iteration:
+        """Return the iteration with marks, if it is one of the first two after a start or the first after a pause.
+
+        All other iterations are returned as parsed.
+        """
+        if self._lines_since_start > 2 and not self._paused:
+            return iteration
+        is_first = self._lines_since_start == 1
+        is_second = self._lines_since_start == 2
+        return msgspec.structs.replace(
+            iteration,
+            first_of_start=is_first,
+            averaged=is_second and self._generation.averages_second_line,
+            after_pause=self._paused and not is_first,
+        )
 
     def add_iterations(self, lines: Columns) -> None:
         """Store several iterations with rising numbers, all higher than the last number.
@@ -313,19 +331,9 @@ class RunBuilder:
         """Store a fact. A timer is added to its sum, and some facts change the state of the builder instead."""
         match fact:
             case Timer():
-                num_early_lines = 2 if self._generation.averages_second_line else 1
-                is_settled = self._lines_since_start > num_early_lines
-                timers = self._timers if is_settled else self._early_timers
-                if fact.name in timers or len(timers) < _MAX_NAMES:
-                    count, low, high = timers.get(fact.name, (0, 0.0, 0.0))
-                    timers[fact.name] = (count + 1, low + fact.min_ms, high + fact.max_ms)
+                self._add_timer(fact)
             case Remark():
-                last = self.iterations.last
-                text = _STAMP.sub("", make_printable(fact.text)).strip()[:_MAX_REMARK]
-                if last is not None and text and len(self._remarks) < _MAX_REMARKS:
-                    # A line that a log repeats with other numbers explains nothing about later iterations.
-                    text_without_numbers = re.sub(r"\d+", "0", text)
-                    self._remarks.setdefault(text_without_numbers, Remark(text, last.iteration))
+                self._add_remark(fact)
             case Generation():
                 self._generation = fact
             case ArgumentList():
@@ -339,6 +347,27 @@ class RunBuilder:
                 # A checkpoint is loaded before training, which is no pause.
                 is_save = isinstance(fact, CheckpointEvent) and fact.action != "loaded"
                 self._paused |= is_save or isinstance(fact, Validation)
+
+    def _add_timer(self, timer: Timer) -> None:
+        """Add a timer to the sums of its name. At most _MAX_NAMES names are kept."""
+        num_early_lines = 2 if self._generation.averages_second_line else 1
+        is_settled = self._lines_since_start > num_early_lines
+        timers = self._timers if is_settled else self._early_timers
+        if timer.name in timers or len(timers) < _MAX_NAMES:
+            count, low, high = timers.get(timer.name, (0, 0.0, 0.0))
+            timers[timer.name] = (count + 1, low + timer.min_ms, high + timer.max_ms)
+
+    def _add_remark(self, remark: Remark) -> None:
+        """Keep a remark with the number of the last iteration; a remark before the first iteration is dropped.
+
+        A line that a log repeats with other numbers explains nothing about later iterations, so the first is kept.
+        """
+        last = self.iterations.last
+        text = _STAMP.sub("", make_printable(remark.text)).strip()[:_MAX_REMARK]
+        if last is None or not text or len(self._remarks) >= _MAX_REMARKS:
+            return
+        text_without_numbers = re.sub(r"\d+", "0", text)
+        self._remarks.setdefault(text_without_numbers, Remark(text, last.iteration))
 
     def _store(self, fact: Fact) -> None:
         """Store a fact. Of facts with one key the last counts; at most _MAX_FACTS of a kind are stored."""

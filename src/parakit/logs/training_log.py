@@ -14,7 +14,7 @@ from parakit.artifacts.run import StatusRecord
 from parakit.formatting.presented import PresentedTable
 from parakit.formatting.terminal import say
 from parakit.logs.diagnosis import classify_log
-from parakit.logs.iterations import IterationTable
+from parakit.logs.iterations import Iteration, IterationTable
 from parakit.logs.runs import describe_folder
 from parakit.logs.scrape import scrape_runs
 from parakit.logs.scraped import ScrapedLog
@@ -74,14 +74,7 @@ class TrainingLog(PresentedTable):
 
     def to_rows(self) -> Sequence[Mapping[str, Any]]:
         """Return one row per iteration with the numbers of its line. NaN and infinity become None."""
-        return [
-            {
-                name: None if isinstance(value, float) and not math.isfinite(value) else value
-                for name, value in msgspec.to_builtins(iteration).items()
-                if value is not None and value is not False
-            }
-            for iteration in self.iterations
-        ]
+        return [_to_row(iteration) for iteration in self.iterations]
 
 
 def read_training_logs(path: Path) -> tuple[TrainingLog, ...]:
@@ -98,3 +91,14 @@ def read_training_logs(path: Path) -> tuple[TrainingLog, ...]:
         reason = f"{path} cannot be read: {error.strerror}; check the path."
         raise UnreadableLogError(reason) from None
     return tuple(TrainingLog(log, classify_log(log)) for log in logs)
+
+
+def _to_row(iteration: Iteration) -> dict[str, Any]:
+    """Return the numbers of an iteration's line by name. NaN and infinity become None, and unset fields are missing."""
+    row: dict[str, Any] = {}
+    for name, value in msgspec.to_builtins(iteration).items():
+        if value is None or value is False:
+            continue
+        is_not_finite = isinstance(value, float) and not math.isfinite(value)
+        row[name] = None if is_not_finite else value
+    return row

@@ -142,11 +142,15 @@ def list_cp_comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]
         return ("p2p",)
     if template.device is DeviceKind.CPU or not template.fused_norms:
         return ("all_gather",)
-    has_heads_for_all = (template.shape.query_groups // split.tensor) % split.context == 0
-    comm_types = CP_COMM_TYPES if has_heads_for_all else CP_COMM_TYPES[:2]
-    # Most releases of Transformer Engine refuse the ring with sliding windows (`context_parallel.py:
-    # attn_forward_func_with_cp`).
-    return comm_types[1:] if template.shape.window else comm_types
+    comm_types = list(CP_COMM_TYPES)
+    groups_per_rank = template.shape.query_groups // split.tensor
+    if groups_per_rank % split.context:
+        comm_types.remove("a2a")
+    if template.shape.window:
+        # Most releases of Transformer Engine refuse the ring with sliding windows (`context_parallel.py:
+        # attn_forward_func_with_cp`).
+        comm_types.remove("p2p")
+    return tuple(comm_types)
 
 
 def _split_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
@@ -155,16 +159,31 @@ def _split_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelis
     A dense model has the expert-parallel size 1. A model with experts always has sequence parallelism if it has tensor
     parallelism. Nothing is yielded if an expert cannot be split over its expert-tensor-parallel ranks.
     """
-    tokens_per_rank = shape.seq_length // plain.context
-    can_split_sequence = plain.tensor > 1 and tokens_per_rank % plain.tensor == 0
-    sequence_choices = [False, True] if can_split_sequence else [False]
-    if shape.experts and plain.tensor > 1:
-        sequence_choices = sequence_choices[1:]
     # If experts use fewer ranks of tensor parallelism, the other ranks are free for expert parallelism.
     ranks, expert_tensor = plain.data * plain.tensor, plain.effective_expert_tensor
-    if shape.experts and (ranks % expert_tensor or shape.expert_ffn_hidden % expert_tensor):
-        return
-    for expert in divisors(shape.experts) if shape.experts else [1]:
+    expert_sizes = [1]
+    if shape.experts:
+        if ranks % expert_tensor or shape.expert_ffn_hidden % expert_tensor:
+            return
+        expert_sizes = list(divisors(shape.experts))
+    sequence_choices = _list_sequence_choices(shape, plain)
+    for expert in expert_sizes:
         if ranks // expert_tensor % expert == 0:
             for sequence_parallel in sequence_choices:
                 yield replace(plain, expert=expert, sequence_parallel=sequence_parallel)
+
+
+def _list_sequence_choices(shape: ModelShape, plain: Parallelism) -> list[bool]:
+    """Return whether a search tries sequence parallelism: [False], [True], or both.
+
+    The list is empty if a model with experts needs sequence parallelism, and TP does not divide the sequence.
+    """
+    tokens_per_rank = shape.seq_length // plain.context
+    can_split_sequence = plain.tensor > 1 and tokens_per_rank % plain.tensor == 0
+    needs_split = bool(shape.experts) and plain.tensor > 1
+    choices = []
+    if not needs_split:
+        choices.append(False)
+    if can_split_sequence:
+        choices.append(True)
+    return choices

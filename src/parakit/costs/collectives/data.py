@@ -102,29 +102,34 @@ def _fsdp_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     gathers the tensors outside layers once after the update. ZeRO-2 gathers all tensors, in one bucket, once
     after the update. For dense models, the buckets of ZeRO-2 and ZeRO-3 (Megatron-FSDP) are padded.
     """
-    parallelism, (dense, _) = spec.parallelism, spec.count_dense_layers(pipeline_rank)
-    layers = spec.num_layers_on_stage(pipeline_rank) - dense
+    sharding, microbatches = spec.parallelism.sharding, spec.microbatches
     rank, layer = rank_parameters(spec, pipeline_rank), layer_parameters(spec)
-    among_experts = layer_parameters(spec.with_dense_layers).total if dense else 0
-    experts = layer.experts if parallelism.expert > 1 else 0
-    outside = rank.total - layers * layer.total - dense * among_experts
-    shared = layer.total - experts
-    if not parallelism.sharding.is_torch_fsdp and not spec.shape.experts:
-        ranks = group_size(parallelism, Group.DATA_CONTEXT)
-        rows = ranks * _widest_row(spec)
-        if not parallelism.sharding.shards_weights:
-            layers, outside = 0, round_up(rank.total, rows)
-        shared, outside = round_up(shared, rows), round_up(outside, ranks * spec.shape.hidden)
-    passes = layers * spec.microbatches
-    yield from _unit_calls(spec, Group.DATA_CONTEXT, shared, passes)
+    # A model with experts may have dense layers among the layers with experts.
+    dense_layers, _ = spec.count_dense_layers(pipeline_rank)
+    layers = spec.num_layers_on_stage(pipeline_rank) - dense_layers
+    dense_layer = layer_parameters(spec.with_dense_layers).total if dense_layers else 0
+    outside_layers = rank.total - layers * layer.total - dense_layers * dense_layer
+    experts = layer.experts if spec.parallelism.expert > 1 else 0
+    layer_without_experts = layer.total - experts
+    if not sharding.is_torch_fsdp and not spec.shape.experts:
+        ranks = group_size(spec.parallelism, Group.DATA_CONTEXT)
+        if not sharding.shards_weights:
+            # ZeRO-2 has all tensors of the rank in one bucket.
+            layers, outside_layers = 0, round_up(rank.total, ranks * _widest_row(spec))
+        layer_without_experts = round_up(layer_without_experts, ranks * _widest_row(spec))
+        outside_layers = round_up(outside_layers, ranks * spec.shape.hidden)
+    passes = layers * microbatches
+    yield from _unit_calls(spec, Group.DATA_CONTEXT, layer_without_experts, passes)
     yield from _unit_calls(spec, Group.EXPERT_DATA, experts, passes)
-    yield from _unit_calls(spec, Group.DATA_CONTEXT, among_experts, dense * spec.microbatches)
-    if parallelism.sharding.is_torch_fsdp:
+    yield from _unit_calls(spec, Group.DATA_CONTEXT, dense_layer, dense_layers * microbatches)
+    if sharding.is_torch_fsdp:
         embedding = rank.word_embedding + rank.position_embedding
-        for unit in (embedding, outside - embedding):
-            yield from _unit_calls(spec, Group.DATA_CONTEXT, unit, spec.microbatches)
+        for unit in (embedding, outside_layers - embedding):
+            yield from _unit_calls(spec, Group.DATA_CONTEXT, unit, microbatches)
     else:
-        yield from _unit_calls(spec, Group.DATA_CONTEXT, outside, spec.microbatches, layered=False)
+        yield from _unit_calls(
+            spec, Group.DATA_CONTEXT, outside_layers, microbatches, layered=False
+        )
 
 
 def _unit_calls(

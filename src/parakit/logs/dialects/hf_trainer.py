@@ -27,6 +27,19 @@ _FIELDS = {"loss": "lm_loss", "grad_norm": "grad_norm", "learning_rate": "learni
 _MAX_METRICS = 100
 
 
+def _list_fields(metrics: dict[str, str]) -> Iterator[LineField]:
+    """Yield the fields of a dictionary of metrics; a metric without a field of Megatron's is an extra metric.
+
+    Rewards belong to a policy. Its loss is not a language model's, so the loss is then an extra metric too.
+    """
+    is_policy = any("reward" in name for name in metrics)
+    for name, digits in metrics.items():
+        field = _FIELDS.get(name, EXTRA_METRIC_PREFIX + name)
+        if is_policy and name == "loss":
+            field = EXTRA_METRIC_PREFIX + name
+        yield LineField(field, float(digits.replace(",", "")))
+
+
 class _Step(LineFormat):
     """Format of a step's metrics. They are complete if the closing brace is there."""
 
@@ -35,35 +48,28 @@ class _Step(LineFormat):
     rank = 22
 
     def find(self, line: str) -> list[ParsedIteration]:
-        """Return the steps of a line, in order."""
+        """Return the steps of a line, in order. Each is a dictionary of metrics with a loss and an epoch."""
         steps = []
         for opening in self.opening.finditer(line):
-            end = line.find("}", opening.start())
+            start = opening.start()
+            end = line.find("}", start)
             if end < 0:
                 continue
-            metrics = dict(_METRIC.findall(line[opening.start() : end + 1])[:_MAX_METRICS])
+            metrics = dict(_METRIC.findall(line[start : end + 1])[:_MAX_METRICS])
             if "loss" not in metrics or "epoch" not in metrics:
                 continue
-            # Rewards belong to a policy, whose loss is none of a language model.
-            is_policy = any("reward" in name for name in metrics)
-            bars = _BAR.findall(line[: opening.start()])
+            # The number stands in the last progress bar before the metrics.
+            bars = _BAR.findall(line[:start])
             number = int(bars[-1][0]) if bars else 0
-            fields = [LineField("iteration", number)]
-            for name, digits in metrics.items():
-                field = _FIELDS.get(name, EXTRA_METRIC_PREFIX + name)
-                if is_policy and name == "loss":
-                    field = EXTRA_METRIC_PREFIX + name
-                fields.append(LineField(field, float(digits.replace(",", ""))))
-            generation = Generation("the Hugging Face Trainer", "steps")
-            steps.append(
-                ParsedIteration(
-                    make_iteration(fields),
-                    opening.start(),
-                    fields,
-                    generation=generation,
-                    by_order=not number,
-                )
+            fields = [LineField("iteration", number), *_list_fields(metrics)]
+            step = ParsedIteration(
+                make_iteration(fields),
+                start,
+                fields,
+                generation=Generation("the Hugging Face Trainer", "steps"),
+                by_order=not number,
             )
+            steps.append(step)
         return steps
 
 

@@ -211,27 +211,24 @@ class BarLine(LineFormat):
         parts = []
         names: set[str] = set()
         num_extra = 0
-        while (bar := line.find("|", start, stop)) >= 0:
+        bar = line.find("|", start, stop)
+        while bar >= 0:
             colon = line.rfind(":", start, bar)
             if colon < 0:  # ALCF's Megatron-DeepSpeed writes `name=value`.
                 colon = line.rfind("=", start, bar)
             if colon >= 0:
                 part = self._read_part(line[start:colon], line[colon + 1 : bar], colon + 1)
-                if part.field in names:
-                    # The end of another line, into which this one was written.
-                    part = LineField("", None, colon + 1, bar)
-                names.add(part.field)
-                num_extra += part.field.startswith(EXTRA_METRIC_PREFIX)
-                if num_extra > _MAX_OTHER:
+                # A name that is there twice is the end of another line, into which this one was written.
+                is_repeated = part.field in names
+                names.add("" if is_repeated else part.field)
+                num_extra += not is_repeated and part.field.startswith(EXTRA_METRIC_PREFIX)
+                if is_repeated or num_extra > _MAX_OTHER:
                     part = LineField("", None, colon + 1, bar)
                 parts.append(part)
             start = bar + 1
+            bar = line.find("|", start, stop)
         if "lm_loss" not in names and not are_policy_metrics(names):
-            other_name = EXTRA_METRIC_PREFIX + _IN_PLACE_OF_LM_LOSS
-            parts = [
-                part._replace(field="lm_loss") if part.field == other_name else part
-                for part in parts
-            ]
+            return _use_other_loss(parts)
         return parts
 
     def _read_part(self, name: str, text: str, start: int) -> LineField:
@@ -258,6 +255,12 @@ class BarLine(LineFormat):
         is_integer = find_dtype(field) is find_dtype("iteration")
         value = _parse_integer(match[1], power) if is_integer else _parse_float(match[1], power)
         return LineField(field, value, start, stop, power)
+
+
+def _use_other_loss(parts: list[LineField]) -> list[LineField]:
+    """Return the parts of a line without `lm loss`, with the metric `loss` as the language model's loss."""
+    other_name = EXTRA_METRIC_PREFIX + _IN_PLACE_OF_LM_LOSS
+    return [part._replace(field="lm_loss") if part.field == other_name else part for part in parts]
 
 
 def _normalise_name(name: str) -> str:

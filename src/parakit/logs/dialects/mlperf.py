@@ -37,6 +37,14 @@ _MAX_DIGITS = 10
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
+def _find_step_seconds(value: dict[str, Any]) -> Any:
+    """Return the time of the first name in `_TIMES` that an event has, which may be no number; None without any."""
+    for name in _TIMES:
+        if name in value:
+            return value[name]
+    return None
+
+
 class Result(LineFormat):
     """Format of a `tracked_stats` event. Its time is the mean over the steps since the last such event."""
 
@@ -49,23 +57,28 @@ class Result(LineFormat):
     def find(self, line: str) -> list[ParsedIteration]:
         """Return the step that a line reports, as a list; empty if the line reports none."""
         event = parse_event(line)
-        value, metadata = event.get("value"), event.get("metadata")
-        metadata = metadata if isinstance(metadata, dict) else {}
+        value = event.get("value")
         if event.get("key") != "tracked_stats" or not isinstance(value, dict):
             return []
-        if (_THROUGHPUT in value) != self.of_blocks:
+        has_times_of_blocks = _THROUGHPUT in value
+        if has_times_of_blocks != self.of_blocks:
+            return []
+        metadata = event.get("metadata")
+        if not isinstance(metadata, dict):
             return []
         numbers = {name: number for name, number in value.items() if is_number(number)}
         step, samples = metadata.get("step"), metadata.get("samples_count")
-        seconds = next((numbers.get(name) for name in _TIMES if name in value), None)
+        seconds = _find_step_seconds(value)
         if not is_number(step) or not is_number(seconds):
             return []
         values = {"iteration": int(step) + 1, "elapsed_ms": 1000.0 * seconds}
         if is_number(samples):
             values["consumed_samples"] = int(samples)
         for name, number in numbers.items():
-            if name not in _TIMES:
-                values["lm_loss" if name in _LOSSES else EXTRA_METRIC_PREFIX + name] = float(number)
+            if name in _LOSSES:
+                values["lm_loss"] = float(number)
+            elif name not in _TIMES:
+                values[EXTRA_METRIC_PREFIX + name] = float(number)
         parsed = make_parsed_iteration(line, values)
         if is_number(samples):
             return [parsed]

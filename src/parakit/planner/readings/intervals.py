@@ -281,24 +281,30 @@ def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) ->
     """
     execution, device = cluster.execution, cluster.device
     is_brief = seconds is not None and seconds < _BRIEF_SECONDS
-    return ErrorFeatures(
-        (
-            "time" if seconds else "memory",
-            _kind_of_layers(spec),
-            device.generation,
-            "busy" if _is_busy(spec, cluster, seconds) else "waiting",
-            "brief" if is_brief else "",
-            "8 bits" if spec.fp8_recipe else "16 bits",
-            "context parallel" if spec.parallelism.context > 1 else "",
-            "deterministic" if execution.deterministic else "",
-            "fused attention" if spec.fused_attention else "",
-            "blocking" if execution.blocking else "",
-            "one node" if cluster.devices <= cluster.per_node else "nodes",
-        ),
-        device.key.split("-")[0],
-        round(log2(total_parameters(spec.shape)), 1),
-        round(log2(cluster.devices), 1),
+    kind = (
+        "time" if seconds else "memory",
+        _kind_of_layers(spec),
+        device.generation,
+        "busy" if _is_busy(spec, cluster, seconds) else "waiting",
+        _word_if(is_brief, "brief"),
+        "8 bits" if spec.fp8_recipe else "16 bits",
+        _word_if(spec.parallelism.context > 1, "context parallel"),
+        _word_if(execution.deterministic, "deterministic"),
+        _word_if(spec.fused_attention, "fused attention"),
+        _word_if(execution.blocking, "blocking"),
+        "one node" if cluster.devices <= cluster.per_node else "nodes",
     )
+    return ErrorFeatures(
+        kind,
+        device=device.key.split("-")[0],
+        parameters=round(log2(total_parameters(spec.shape)), 1),
+        devices=round(log2(cluster.devices), 1),
+    )
+
+
+def _word_if(has_property: bool, word: str) -> str:
+    """Return the word for a property that a run has, or an empty text if the run does not have the property."""
+    return word if has_property else ""
 
 
 def _kind_of_layers(spec: RunSpec) -> str:

@@ -145,17 +145,18 @@ def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
         own_flags = shlex.split(measurement.flags)
     except ValueError as error:
         raise RefusedError(f"its flags cannot be read: {error}") from None
-    golden = _CASE.search(measurement.where)
-    case = _read_cases().get(golden[1], "").split() if golden and not own_flags else []
-    complete = complete_measurement(measurement, source)
-    if case:
-        spec, execution = _golden_spec(measurement, case), parse_execution(Flags(case))
+    case_flags = [] if own_flags else _find_case_flags(measurement)
+    unstated: tuple[str, ...] = ()
+    if case_flags:
+        spec, execution = _golden_spec(measurement, case_flags), parse_execution(Flags(case_flags))
     elif own_flags:
         spec = _spec_of_flags(measurement, own_flags)
         execution = parse_execution(Flags(own_flags))
     else:
+        complete = complete_measurement(measurement, source)
         spec, execution = _stated_spec(complete, source), _stated_execution(complete, source)
-    if not case:
+        unstated = _list_unstated_sizes(complete, source, spec)
+    if not case_flags:
         _refuse_illegal(spec)
     cluster = _build_cluster(
         measurement.gpu,
@@ -164,14 +165,28 @@ def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
         source.get("per_node"),
         execution,
     )
+    return MeasuredRun(measurement, spec, cluster, unstated)
+
+
+def _find_case_flags(measurement: PublishedMeasurement) -> list[str]:
+    """Return the flags of the test case of Megatron that was measured; empty if none was."""
+    case = _CASE.search(measurement.where)
+    if case is None:
+        return []
+    return _read_cases().get(case[1], "").split()
+
+
+def _list_unstated_sizes(
+    measurement: PublishedMeasurement, source: dict[str, Any], spec: RunSpec
+) -> tuple[str, ...]:
+    """Return which of the micro batch and the virtual stages a measurement and its source leave open."""
     unstated: list[str] = []
-    if not own_flags and not case:
-        if not complete.mbs:
-            unstated.append(MICRO)
-        states_virtual = complete.vpp or source["says_virtual"]
-        if spec.parallelism.pipeline > 1 and not states_virtual:
-            unstated.append(VIRTUAL)
-    return MeasuredRun(measurement, spec, cluster, tuple(unstated))
+    if not measurement.mbs:
+        unstated.append(MICRO)
+    states_virtual = measurement.vpp or source["says_virtual"]
+    if spec.parallelism.pipeline > 1 and not states_virtual:
+        unstated.append(VIRTUAL)
+    return tuple(unstated)
 
 
 def _matrix_product_run(measurement: PublishedMeasurement) -> MeasuredRun:
@@ -277,9 +292,7 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
     parallelism, batch = _stated_strategy(measurement, source)
     groups, groups_per_token = source.get("groups") or facts.get("groups", (1, 1))
     capacity = source["capacity"] or None
-    dtype = measurement.dtype.lower()
-    if dtype and not any(known in dtype for known in _DTYPES):
-        raise RefusedError(f"its dtype '{measurement.dtype}' is none of {', '.join(_DTYPES)}")
+    dtype = _stated_dtype(measurement)
     stated = facts_for_fields(RunSpec, source)
     fp8_recipe = _parse_fp8_recipe(measurement.dtype, source)
     stated["recompute"] = _parse_recompute(
@@ -292,7 +305,7 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
         shape=shape,
         parallelism=parallelism,
         batch=batch,
-        dtype="fp16" if dtype.startswith("fp16") else "fp32" if dtype == "fp32" else "bf16",
+        dtype=dtype,
         fp8_recipe=fp8_recipe,
         unquantised_blocks=facts.get("half_blocks", {}).get(fp8_recipe.value, ""),
         offload=Offload(source["offload_layers"], tuple(source["offload_modules"].split())),
@@ -307,6 +320,20 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
         token_dispatcher=_choose_dispatcher(measurement, source),
         model=measurement.model,
     )
+
+
+def _stated_dtype(measurement: PublishedMeasurement) -> str:
+    """Return `fp16`, `fp32` or `bf16`, the dtype of a measured run without its FP8 recipe. The usual one is bf16.
+
+    Raises:
+        RefusedError: The measurement has a dtype that is not known.
+    """
+    text = measurement.dtype.lower()
+    if text and not any(known in text for known in _DTYPES):
+        raise RefusedError(f"its dtype '{measurement.dtype}' is none of {', '.join(_DTYPES)}")
+    if text.startswith("fp16"):
+        return "fp16"
+    return "fp32" if text == "fp32" else "bf16"
 
 
 def _choose_dispatcher(

@@ -406,18 +406,26 @@ def _interval_distances(reference: Estimate, other: Estimate) -> _IntervalDistan
     Welch's t gives them if the scatter between runs is known on both sides. Otherwise the distances of the two
     times are combined.
     """
-    if not reference.degrees_of_freedom or not other.degrees_of_freedom:
-        reference_below, reference_above = _log_distances(reference, other)
-        below, above = _log_distances(other, reference)
-        # The distances of both intervals add up as squares, each on its side (Zou & Donner 2008).
-        return _IntervalDistances(
-            math.hypot(below, reference_above), math.hypot(above, reference_below), math.inf
-        )
-    # Welch's t, because one strategy may scatter by ten times as much as another. For three runs against
-    # five it has too many degrees of freedom by chance, so they are averaged with the wider side's own.
+    if reference.degrees_of_freedom and other.degrees_of_freedom:
+        return _welch_distances(reference, other)
+    reference_below, reference_above = _log_distances(reference, other)
+    below, above = _log_distances(other, reference)
+    # The distances of both intervals add up as squares, each on its side (Zou & Donner 2008).
+    return _IntervalDistances(
+        math.hypot(below, reference_above), math.hypot(above, reference_below), math.inf
+    )
+
+
+def _welch_distances(reference: Estimate, other: Estimate) -> _IntervalDistances:
+    """Return the distances by Welch's t, because one strategy may scatter by ten times as much as another.
+
+    For three runs against five, Welch's t has too many degrees of freedom by chance. They are therefore averaged
+    with the degrees of freedom of the side that scatters more.
+    """
     # Repeats that are equal to the last digit still differ by rounding.
+    least_error = 1e-9
     variances = [
-        (max(estimate.standard_error or 0.0, 1e-9) ** 2, estimate.degrees_of_freedom or 0)
+        (max(estimate.standard_error or 0.0, least_error) ** 2, estimate.degrees_of_freedom or 0)
         for estimate in (reference, other)
     ]
     (narrow, narrow_freedom), (wide, wide_freedom) = sorted(variances)

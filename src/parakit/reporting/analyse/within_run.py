@@ -197,8 +197,7 @@ def _describe_step(run: Run, first: int, before_ms: float, after_ms: float) -> C
 def _describe_cause(run: Run, first: int) -> str:
     """Return, in brackets, the probable cause that the log shows near iteration `first`; empty without a cause.
 
-    Arguments are considered last. An argument counts only if its feature is switched on and if it states this
-    iteration as a beginning or an end. Megatron prints every argument, so a default value shows nothing.
+    Arguments are considered last.
     """
     if first in run.restarts:
         return " (the run was resumed there)"
@@ -211,12 +210,25 @@ def _describe_cause(run: Run, first: int) -> str:
     for remark in run.log.remarks:
         if first - 1 - (run.log.log_interval or 1) <= remark.after < first:
             return f' (the log has there: "{remark.text}")'
+    return _describe_argument_as_cause(run, first)
+
+
+def _describe_argument_as_cause(run: Run, first: int) -> str:
+    """Return, in brackets, the argument that states iteration `first` as a beginning or an end; empty without any.
+
+    An argument counts only if its feature is switched on. Megatron prints every argument, so a default value shows
+    nothing.
+    """
     arguments = _flag_values(run)
     for name, value in arguments.items():
-        match = _BEGINNING.match(name) if value in (str(first), str(first - 1)) else None
-        if match is None or ("cuda" in match["feature"] and run.device == "cpu"):
+        if value not in (str(first), str(first - 1)):
             continue
-        if _is_feature_on(match["feature"], arguments):
+        match = _BEGINNING.match(name)
+        if match is None:
+            continue
+        feature = match["feature"]
+        is_for_other_device = "cuda" in feature and run.device == "cpu"
+        if not is_for_other_device and _is_feature_on(feature, arguments):
             return f" (as --{name} {value} states)"
     return ""
 

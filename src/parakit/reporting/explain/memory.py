@@ -5,6 +5,7 @@ The figures come from the runs' `memory.json`: bytes per category at the moment 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -177,7 +178,7 @@ def sequence_parallel_sentences(subject: Subject, subjects: Sequence[Subject]) -
 
 def answer_sequence_parallel(subjects: Sequence[Subject]) -> str:
     """Return a sentence on the largest saving by sequence parallelism; empty if no pair of runs was measured."""
-    texts: dict[float, str] = {}
+    largest_saving, text = -math.inf, ""
     for subject in subjects:
         if not subject.split.sequence_parallel or subject.split.expert != 1:
             continue
@@ -185,16 +186,19 @@ def answer_sequence_parallel(subjects: Sequence[Subject]) -> str:
         plain = find_subject(subjects, subject, without, same_batch=True)
         if plain is None or not _sorted_ranks(plain) or not _sorted_ranks(subject):
             continue
-        before, after = (
-            _stored_bytes(_sorted_ranks(plain)[0]),
-            _stored_bytes(_sorted_ranks(subject)[0]),
-        )
-        if before:
-            texts[1 - after / before] = (
-                f"{subject.label} stores {amount(before - after)} ({1 - after / before:.0%}) less for"
+        before = _stored_bytes(_sorted_ranks(plain)[0])
+        after = _stored_bytes(_sorted_ranks(subject)[0])
+        if not before:
+            continue
+        saving = 1 - after / before
+        # Of equal savings the last one is taken.
+        if saving >= largest_saving:
+            largest_saving = saving
+            text = (
+                f"{subject.label} stores {amount(before - after)} ({saving:.0%}) less for"
                 f" backward than {plain.label}, on rank 0."
             )
-    return texts[max(texts)] if texts else ""
+    return text
 
 
 def _stored_bytes(rank: RankMemory) -> int:

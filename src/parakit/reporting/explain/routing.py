@@ -229,22 +229,23 @@ def answer_routing(subjects: Sequence[Subject]) -> str:
 
     The text is empty if no run has a `routing.json`.
     """
-    busiest: tuple[float, Subject, RoutingRecord] | None = None
+    busiest: Subject | None = None
+    largest_ratio = -math.inf
     for subject in subjects:
         record = subject.run.measurements.routing
         iterations = merge_routing_of_ranks(record) if record else ()
-        if record and iterations:
+        if iterations:
             ratio = _find_busiest_expert(iterations[-_LATE_ITERATIONS:]).ratio
-            if busiest is None or ratio > busiest[0]:
-                busiest = ratio, subject, record
-    if busiest is None:
+            if ratio > largest_ratio:
+                largest_ratio, busiest = ratio, subject
+    record = busiest.run.measurements.routing if busiest else None
+    if busiest is None or record is None:
         return ""
-    ratio, subject, record = busiest
     text = (
-        f"The busiest expert of {subject.label} computes {ratio:.2f} times its even part of the tokens,"
+        f"The busiest expert of {busiest.label} computes {largest_ratio:.2f} times its even part of the tokens,"
         " at the end of the run."
     )
-    cost = _measure_wait_cost(subject, _scaled_loads(subject, record))
+    cost = _measure_wait_cost(busiest, _scaled_loads(busiest, record))
     if cost is None:
         return text
     return f"{text} Waiting for other ranks' experts costs {cost.lowest} to {cost.highest} of the iteration."
