@@ -10,7 +10,7 @@ from parakit.artifacts.run import Status, StatusRecord
 from parakit.config.errors import LaunchError
 from parakit.experiments import runner as module
 from parakit.experiments.definition import Cell, Experiment, ExperimentFile
-from parakit.experiments.runner import Runner
+from parakit.experiments.runner import Disturbance, Runner
 from parakit.launch.compose import Launch
 from parakit.launch.options import Options
 from parakit.launch.run_folder import create_run_folder
@@ -90,3 +90,85 @@ def test_failed_cell_is_not_repeated_and_other_cells_are_trained(
 def test_initial_weights_of_a_cell_use_its_seed(trained: Trained, options: Options) -> None:
     runner([cell("dp2", options=options, seed=seed) for seed in (1234, 1235)]).train()
     assert trained.seeds == [1234, 1235]
+
+
+@pytest.fixture
+def disturbances(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list of strategies; the next run of each that is looked at was disturbed."""
+    names: list[str] = []
+
+    def find(folder: Path) -> Disturbance:
+        name = next((name for name in names if f"-{name}-" in folder.name), "")
+        if not name:
+            return Disturbance("", 5.0)
+        names.remove(name)
+        return Disturbance("rank 1 got 34% of a core", 5.0)
+
+    monkeypatch.setattr(module, "find_disturbance", find)
+    return names
+
+
+def test_a_disturbed_cell_is_trained_once_more_after_all_cells(
+    trained: Trained, options: Options, disturbances: list[str]
+) -> None:
+    disturbances.append("dp2")
+    experiment_runner = runner([cell(name, options=options) for name in ("dp2", "tp2")])
+    experiment_runner.train()
+    assert trained.names == ["dp2", "tp2", "dp2"]
+    dp2, tp2 = experiment_runner.list_results()
+    (first, second) = experiment_runner._runs[dp2.cell]
+    assert (dp2.runs, dp2.replaced, dp2.folders) == ((second,), (first,), (second, first))
+    assert (len(tp2.runs), tp2.replaced) == (1, ())
+
+
+def test_a_cell_that_is_disturbed_again_is_not_trained_a_third_time(
+    trained: Trained, options: Options, disturbances: list[str]
+) -> None:
+    disturbances += ["dp2", "dp2"]
+    experiment_runner = runner([cell("dp2", options=options)])
+    experiment_runner.train()
+    assert trained.names == ["dp2", "dp2"]
+    (result,) = experiment_runner.list_results()
+    assert (len(result.runs), len(result.replaced)) == (1, 1)
+
+
+def test_a_repeated_command_trains_a_disturbed_run_of_an_earlier_one_again(
+    trained: Trained, options: Options, disturbances: list[str]
+) -> None:
+    dp2 = cell("dp2", options=options)
+    runner([dp2]).train()
+    disturbances.append("dp2")
+    second = runner([dp2], takes_finished=True)
+    second.train()
+    assert trained.names == ["dp2", "dp2"]
+    third = runner([dp2], takes_finished=True)
+    third.train()
+    assert trained.names == ["dp2", "dp2"]
+    assert third.list_results()[0].runs == second.list_results()[0].runs
+
+
+def test_an_expensive_disturbed_cell_is_not_trained_again(
+    trained: Trained, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long = Disturbance("rank 0 got 20% of a core", module.LONGEST_RERUN_SECONDS + 1)
+    monkeypatch.setattr(module, "find_disturbance", lambda _: long)
+    runner([cell("dp2", options=options)]).train()
+    assert trained.names == ["dp2"]
+
+
+def test_a_second_run_that_fails_leaves_the_first_one(
+    trained: Trained, options: Options, disturbances: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturbances.append("dp2")
+    experiment_runner = runner([cell("dp2", options=options)])
+    find = module.find_disturbance
+
+    def find_and_refuse(folder: Path) -> Disturbance:
+        trained.refused = "dp2"
+        return find(folder)
+
+    monkeypatch.setattr(module, "find_disturbance", find_and_refuse)
+    experiment_runner.train()
+    (result,) = experiment_runner.list_results()
+    assert trained.names == ["dp2", "dp2"]
+    assert (result.is_complete, result.failure, len(result.runs)) == (True, "", 1)

@@ -37,9 +37,12 @@ from parakit.launch import (
     spread_over_nodes,
     submit_array,
 )
-from parakit.logs import find_run_folders
+from parakit.logs import find_run_folders, load_runs
+from parakit.reporting import why_disturbed
 
 NO_TIME = "no time was left for it"
+LONGEST_RERUN_SECONDS = 120.0
+"""Seconds of the longest run that is made again because other programs slowed it down."""
 
 
 @dataclass(frozen=True)
@@ -54,16 +57,28 @@ class CellResult:
     """Run folders of this call that did not end well."""
     failure: str = ""
     """Why a run failed; empty if none did."""
+    replaced: tuple[Path, ...] = ()
+    """Run folders that ended well, that other programs slowed down, and that undisturbed runs in `runs` replace."""
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """All run folders, failed ones first."""
-        return (*self.failed, *self.runs)
+        """All run folders: failed ones first, replaced ones last."""
+        return (*self.failed, *self.runs, *self.replaced)
 
     @property
     def is_complete(self) -> bool:
         """True if every repeat ended well."""
         return len(self.runs) >= self.cell.repeats
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """Slowdown of a run by other programs, and the time for which the run trained."""
+
+    reason: str
+    """Rank and fraction of a core that it got; empty if the run was not disturbed."""
+    seconds: float
+    """Seconds of all iterations of the run, without its start."""
 
 
 @dataclass
@@ -81,6 +96,8 @@ class Runner:
     """Run folders that this runner made and that ended well, oldest first."""
     _failures: dict[Cell, tuple[str, Path | None]] = field(default_factory=dict)
     """Why a cell failed, and the run folder if there is one."""
+    _disturbances: dict[Path, Disturbance] = field(default_factory=dict)
+    """Disturbance of each run folder that was looked at."""
 
     def train(self) -> None:
         """Train the missing runs while there is time; with LAUNCHER=slurm submit them instead.
@@ -124,6 +141,40 @@ class Runner:
                 seconds_per_step = (time.monotonic() - self._began) / step
                 remaining = f", about {seconds_per_step * steps_left:.0f} s left"
             say(self.console, f"{title}: {outcome}{remaining}")
+        for number, (cell, launch) in enumerate(self.launches.items(), start=1):
+            self._train_disturbed_again(cell, launch, number)
+
+    def _train_disturbed_again(self, cell: Cell, launch: Launch, number: int) -> None:
+        """Train a cell once more if other programs slowed a run of it down, and print a line on the new run.
+
+        Nothing is trained if the cell has an additional run already, if a run takes longer than
+        LONGEST_RERUN_SECONDS, or if the time budget is too short. A new run that fails changes no result.
+
+        Args:
+            cell: The cell.
+            launch: The cell's launch.
+            number: Number of the cell among all cells, from 1.
+        """
+        if cell in self._failures or launch.spec.device != "cpu":
+            return
+        folders = self._list_well_ended(cell, launch)
+        if len(folders) != cell.repeats:
+            return
+        disturbances = [self._find_disturbance(folder) for folder in folders]
+        disturbed = [disturbance for disturbance in disturbances if disturbance.reason]
+        if not disturbed:
+            return
+        seconds = max(disturbance.seconds for disturbance in disturbed)
+        seconds = max(seconds, self._longest_seconds.get(launch.iterations, 0.0))
+        limit = LONGEST_RERUN_SECONDS
+        if self.seconds_left is not None:
+            limit = min(limit, self.seconds_left)
+        if seconds > limit:
+            return
+        title = f"[{number}/{len(self.launches)}] {self._format_name(cell, launch)} again"
+        outcome = self._train_once(cell, launch, title)
+        self._failures.pop(cell, None)
+        say(self.console, f"{title}, because {disturbed[0].reason}: {outcome}")
 
     @property
     def seconds_left(self) -> float | None:
@@ -142,22 +193,47 @@ class Runner:
                 failure, folder = self._failures[cell]
                 # A run that failed before it had a folder has none.
                 failed_folders = (folder,) if folder else ()
-            runs = tuple(self._list_runs(cell, launch))
-            results.append(CellResult(cell, launch, runs, failed_folders, failure))
+            runs, replaced = self._choose_runs(cell, launch)
+            result = CellResult(
+                cell, launch, runs, failed_folders, failure=failure, replaced=replaced
+            )
+            results.append(result)
         return results
 
+    def _choose_runs(self, cell: Cell, launch: Launch) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+        """Return the runs of a cell, newest first and at most one per repeat, and the runs that these replace.
+
+        If the cell was trained once more, its oldest disturbed run is replaced.
+        """
+        folders = self._list_well_ended(cell, launch)[: cell.repeats + 1]
+        if len(folders) <= cell.repeats:
+            return tuple(folders), ()
+        disturbed = [folder for folder in folders if self._find_disturbance(folder).reason]
+        # An older run of which there is no need is left out too, but it is not replaced.
+        left_out = disturbed[-1] if disturbed else folders[-1]
+        runs = tuple(folder for folder in folders if folder != left_out)
+        return runs, (left_out,) if disturbed else ()
+
+    def _find_disturbance(self, folder: Path) -> Disturbance:
+        """Return how other programs slowed a run down. Each folder is read once."""
+        if folder not in self._disturbances:
+            self._disturbances[folder] = find_disturbance(folder)
+        return self._disturbances[folder]
+
     def _list_runs(self, cell: Cell, launch: Launch) -> list[Path]:
-        """Return the folders of a cell's runs that ended well so far, newest first.
+        """Return the folders of a cell's runs that ended well so far, newest first, at most one per repeat."""
+        return self._list_well_ended(cell, launch)[: cell.repeats]
+
+    def _list_well_ended(self, cell: Cell, launch: Launch) -> list[Path]:
+        """Return the folders of all runs of a cell that ended well so far, newest first.
 
         Runs that were made before this experiment are included, unless the experiment's file excludes them.
         """
         if not self.experiment.file.takes_finished:
             return self._runs.get(cell, [])[::-1]
         if launch.job.options.slurm is not None:
-            runs = find_runs_finished_in_slurm(launch)
-        else:
-            runs = find_finished_runs(launch)
-        return runs[: cell.repeats]
+            return find_runs_finished_in_slurm(launch)
+        return find_finished_runs(launch)
 
     def _train_once(self, cell: Cell, launch: Launch, title: str) -> str:
         """Train one repeat of a cell; return the outcome as text.
@@ -191,18 +267,31 @@ class Runner:
         It has the number of the cell among all cells, the number of the repeat if the cell has several, and
         the cell's name.
         """
+        repeat_text = f" repeat {repeat}" if cell.repeats > 1 else ""
+        return f"[{number}/{len(self.launches)}]{repeat_text} {self._format_name(cell, launch)}"
+
+    def _format_name(self, cell: Cell, launch: Launch) -> str:
+        """Return the name of a cell in a progress line: its strategy and backend, or its full name."""
         backend, strategy = launch.spec.backend, cell.job.strategy
         # Experiments that skip illegal cells, such as a sweep, have cells that differ in more than strategy and
         # backend, for example in the model. So these cells, and cells with a label, are shown by full name.
         needs_full_name = self.experiment.file.skips_illegal or bool(cell.label)
         if needs_full_name:
-            name = cell.name
-        elif backend == Backend.MEGATRON:
-            name = strategy
-        else:
-            name = f"{backend} {strategy}"
-        repeat_text = f" repeat {repeat}" if cell.repeats > 1 else ""
-        return f"[{number}/{len(self.launches)}]{repeat_text} {name}"
+            return cell.name
+        return strategy if backend == Backend.MEGATRON else f"{backend} {strategy}"
+
+
+def find_disturbance(folder: Path) -> Disturbance:
+    """Return how other programs slowed a run on CPU ranks down, and for how long the run trained.
+
+    The reason is empty if the run was not disturbed or cannot be read.
+    """
+    (runs, _) = load_runs([folder])
+    if not runs:
+        return Disturbance("", 0.0)
+    lines = runs[0].log.iterations
+    times_ms = lines.values("elapsed_ms")[lines.known("elapsed_ms")]
+    return Disturbance(why_disturbed(runs[0]), float(times_ms.sum()) / 1000)
 
 
 def order_repeats(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:

@@ -11,6 +11,7 @@ from parakit.lazy import lazy_names
 if TYPE_CHECKING:
     from parakit.reporting.analyse.comparability import describe_conditions
     from parakit.reporting.analyse.configurations import estimate_pooled_runs
+    from parakit.reporting.analyse.disturbance import why_disturbed
     from parakit.reporting.analyse.entry import Entry, build_entries_from_folders
     from parakit.reporting.analyse.parity import (
         BACKEND_ROUNDING_PER_ITERATION,
@@ -63,4 +64,5 @@ __all__ = [
     "report_options",
     "resumption_sentence",
     "trace",
+    "why_disturbed",
 ]

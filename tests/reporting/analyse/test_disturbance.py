@@ -75,6 +75,18 @@ def test_undisturbed_runs_are_ranked_and_measured(tmp_path: Path) -> None:
     assert measured(tmp_path) == ["run-baseline", "run-dp2", "run-pp2"]
 
 
+def test_a_row_says_which_runs_its_time_leaves_out(tmp_path: Path) -> None:
+    folder(tmp_path, "baseline", used={0: 95})
+    folder(tmp_path, "dp2", used={0: 30, 1: 34}, name="run-dp2-first")
+    folder(tmp_path, "dp2", [0.7 * ms for ms in TIMES], used={0: 70, 1: 68}, name="run-dp2-second")
+    text = reported(tmp_path)
+    assert (
+        "The time of dp2 ×2 leaves out 1 of 2 runs, which other programs slowed down (rank 1, the"
+        " busiest, got 34% of a core)."
+    ) in text
+    assert "dp2 ×2 is the fastest of 2 rows" in text
+
+
 def test_a_disturbed_run_is_not_ranked_and_is_no_measurement(tmp_path: Path) -> None:
     folder(tmp_path, "baseline", used={0: 95})
     folder(tmp_path, "tp2", [0.75 * ms for ms in TIMES], used={0: 60, 1: 61})

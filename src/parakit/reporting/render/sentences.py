@@ -53,6 +53,7 @@ def write_sentences(report: Report) -> list[str]:
         ending_sentence(report),
         *_sample_sentences(report),
         *withheld_sentences(report),
+        *left_out_sentences(report),
         *_speed_sentences(report),
         *assumed_device_sentences(report),
         *_uncompared_sentences(report),
@@ -280,6 +281,23 @@ def withheld_sentences(report: Report) -> list[str]:
         for entry in report.entries
         if entry.speed and IMPOSSIBLE in entry.speed.caution
     ]
+    return texts
+
+
+def left_out_sentences(report: Report) -> list[str]:
+    """Return a sentence per row on runs that its time leaves out, because other programs slowed them down.
+
+    A row of which all runs were slowed down has no sentence here (`withheld_sentences`).
+    """
+    texts = []
+    for entry in report.entries:
+        runs = [run for run in entry.configuration.runs if run.has_measurements]
+        reasons = [reason for reason in map(why_disturbed, runs) if reason]
+        if reasons and len(reasons) < len(runs):
+            texts.append(
+                f"The time of {entry.label} leaves out {len(reasons)} of {plural(len(runs), 'run')},"
+                f" which other programs slowed down ({reasons[0]})."
+            )
     return texts
 
 

@@ -18,6 +18,7 @@ from parakit.reporting.render.sentences import (
     ending_sentence,
     held_parity_sentence,
     join_first_names,
+    left_out_sentences,
     published_sentences,
     unjudged_parity_sentences,
     withheld_sentences,
@@ -37,6 +38,7 @@ def summary_sentences(report: Report) -> list[str]:
         return [ending_sentence(report)]
     texts = [same_model_sentence(report), worth_sentence(report), ending_sentence(report)]
     texts += withheld_sentences(report)
+    texts += left_out_sentences(report)
     texts += assumed_device_sentences(report)
     texts += change_sentences(report)
     texts += published_sentences(report)
@@ -53,6 +55,7 @@ def terminal_sentences(report: Report, headline: str) -> list[str]:
         return [ending_sentence(report)]
     texts = [headline, same_model_sentence(report), worth_sentence(report)]
     texts += [text for text in withheld_sentences(report) if text not in headline]
+    texts += left_out_sentences(report)
     texts += assumed_device_sentences(report)
     if _has_bad_ending(report):
         texts.append(ending_sentence(report))
