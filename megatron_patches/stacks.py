@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from operator import itemgetter
 from pathlib import Path
@@ -40,6 +41,7 @@ _POLL_SECONDS = 0.5
 """Seconds between two looks at whether stacks were written."""
 _NEXT_PIECE_SECONDS = 0.1
 """Seconds to wait for the next piece of stacks; faulthandler writes them in many pieces."""
+_PIECE_BYTES = 1 << 16
 _COMPILER = "torch._inductor"
 
 
@@ -102,22 +104,29 @@ def _write_on_signals(stacks: TextIO, path: Path, sigterm_pipe: int) -> None:
         path: Path of that file; the calls are written beside it with another suffix.
         sigterm_pipe: The pipe to which the handler of SIGTERM writes stacks.
     """
-    is_written = False
+    has_written_calls = False
     while True:
-        is_ending, seconds = False, _POLL_SECONDS
-        while select.select([sigterm_pipe], [], [], seconds)[0]:
-            piece = os.read(sigterm_pipe, 1 << 16)
-            is_ending, seconds = True, _NEXT_PIECE_SECONDS
+        is_ending = False
+        for piece in _read_pieces(sigterm_pipe):
+            is_ending = True
             # Stacks of a hang, if there are any, are kept: they say more than those at the end.
-            if not is_written:
+            if not has_written_calls:
                 stacks.write(piece.decode(errors="replace"))
                 stacks.flush()
-        if not is_written and os.fstat(stacks.fileno()).st_size:
-            is_written = True
+        if not has_written_calls and os.fstat(stacks.fileno()).st_size:
+            has_written_calls = True
             write_atomically(path.with_suffix(CALLS_SUFFIX), pickle.dumps(_recorded_calls()))
         if is_ending:
             faulthandler.unregister(signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _read_pieces(pipe: int) -> Iterator[bytes]:
+    """Yield the pieces of stacks in a pipe until no further piece comes; nothing if none comes within _POLL_SECONDS."""
+    seconds = _POLL_SECONDS
+    while select.select([pipe], [], [], seconds)[0]:
+        yield os.read(pipe, _PIECE_BYTES)
+        seconds = _NEXT_PIECE_SECONDS
 
 
 def _write_calls_of_failure(

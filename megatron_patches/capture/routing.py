@@ -68,17 +68,20 @@ def _wrap_routing(routing: Callable[..., Any], choices: _Choices) -> Callable[..
             def choose_first(scores: torch.Tensor, k: int, dim: int = -1, **options: Any) -> Any:
                 if dim != 1:
                     return topk(scores, k, dim, **options)
+
+                def choose_experts(scores: torch.Tensor, k: int, **_: Any) -> Any:
+                    return topk(scores, k, dim)
+
+                # This puts the originals back.
                 replacements.close()
-                return choices.get_replay_topk(
-                    scores, k, default_compute_topk=lambda scores, k, **_: topk(scores, k, dim)
-                )
+                return choices.get_replay_topk(scores, k, default_compute_topk=choose_experts)
 
             def choose_first_in_groups(scores: torch.Tensor, topk: int, **groups: Any) -> Any:
+                def choose_experts(scores: torch.Tensor, k: int, **_: Any) -> Any:
+                    return group_limited_topk(scores, k, **groups)
+
                 replacements.close()
-                choose = functools.partial(group_limited_topk, **groups)
-                return choices.get_replay_topk(
-                    scores, topk, default_compute_topk=lambda scores, k, **_: choose(scores, k)
-                )
+                return choices.get_replay_topk(scores, topk, default_compute_topk=choose_experts)
 
             replacements.enter_context(patch.object(torch, "topk", choose_first))
             replacements.enter_context(

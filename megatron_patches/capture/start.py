@@ -37,9 +37,9 @@ class InitialState:
 
     def __init__(self, model: list[Any], parameters: ParameterMap) -> None:
         self._model, self._parameters = model, parameters
-        self._last: dict[int, torch.Tensor] = {}
+        self._last_weights: dict[int, torch.Tensor] = {}
         """Copy of the tensor that the optimizer updates, by the parameter's id, one iteration ago."""
-        self._reach: dict[int, torch.Tensor] = {}
+        self._update_magnitudes: dict[int, torch.Tensor] = {}
         """Sum of the update magnitudes so far, by the parameter's id."""
 
     def follow(self, optimizer: Any) -> None:
@@ -47,11 +47,13 @@ class InitialState:
         for parameter, part in self._parameters.parts(optimizer):
             key, current = id(parameter), local_tensor(part.main).detach()
             squares = part.states.get("exp_avg_sq")
-            if key in self._last and squares is not None:
-                update = _shape_as_parameter(parameter, part, current - self._last[key])
+            if key in self._last_weights and squares is not None:
+                update = _shape_as_parameter(parameter, part, current - self._last_weights[key])
                 magnitude = update_magnitude(update, _shape_as_parameter(parameter, part, squares))
-                self._reach[key] = self._reach.get(key, 0) + magnitude.reshape(current.shape)
-            self._last[key] = current.clone()
+                self._update_magnitudes[key] = self._update_magnitudes.get(
+                    key, 0
+                ) + magnitude.reshape(current.shape)
+            self._last_weights[key] = current.clone()
 
     def write(self, sink: Recording, optimizer: Any) -> None:
         """Write weights, buffers and update magnitudes to the sink.
@@ -59,12 +61,12 @@ class InitialState:
         If the sink returns other values for a weight or a buffer, the model begins with those values.
         """
         for parameter, part in self._parameters.parts(optimizer):
-            if id(parameter) in self._reach:
-                magnitude = self._reach[id(parameter)]
+            if id(parameter) in self._update_magnitudes:
+                magnitude = self._update_magnitudes[id(parameter)]
                 for piece in self._parameters.pieces(parameter, magnitude, part.start):
                     sink.write_piece(CaptureStage.WEIGHTS, UPDATE_MAGNITUDE, piece)
-        self._last.clear()
-        self._reach.clear()
+        self._last_weights.clear()
+        self._update_magnitudes.clear()
         is_changed = False
         with torch.no_grad():
             for parameter in self._parameters.parameters:

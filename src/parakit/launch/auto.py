@@ -173,7 +173,10 @@ def _measure_or_read_calibration(job: Job, device: Device, console: Console) -> 
     options, reason = job.options, ""
     if options.dry_run or not options.calibrate:
         stored = load_device_calibration(options.runs, device)
-        if options.dry_run or stored.made_with == calibration_conditions(job.device, job.devices):
+        if options.dry_run:
             return stored
-        reason = f", before with {stored.made_with}" if stored.made_with else ""
+        if stored.made_with == calibration_conditions(job.device, job.devices):
+            return stored
+        if stored.made_with:
+            reason = f", before with {stored.made_with}"
     return calibrate(options.runs, job.device, job.devices, device, console, reason)

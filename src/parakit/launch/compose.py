@@ -394,10 +394,11 @@ def adapt_model_to_data(model: Model, texts: Sequence[str], data: str) -> Model:
     An imported model keeps the vocabulary of its weights.
     """
     model = apply_flags_to_model(model, texts)
-    prefixes = {part.prefix for part in parse_blend(data)}
+    has_gpt2_tokens = all(part.prefix in GPT2_DATA for part in parse_blend(data))
     is_imported = imported_weights_folder(model) is not None
-    has_own_vocabulary = is_imported or not prefixes <= set(GPT2_DATA)
-    return model if has_own_vocabulary else replace_vocabulary(model, GPT2_VOCABULARY)
+    if has_gpt2_tokens and not is_imported:
+        return replace_vocabulary(model, GPT2_VOCABULARY)
+    return model
 
 
 def initial_checkpoint_path(

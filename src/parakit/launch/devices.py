@@ -53,6 +53,9 @@ THROTTLE_REASONS = {
 
 _IDLE_BIT = 0x1
 
+_PEER_ACCESS = {True: ", peer access", False: ", no peer access", None: ""}
+"""Ends of a link's description; None means that NVML does not report whether GPUs read each other's memory."""
+
 DeviceSample = Mapping[str, Any]
 """What one device reports: values by column of `samples.csv`, without columns that it does not report."""
 
@@ -161,13 +164,16 @@ def describe_machine() -> dict[str, Any]:
 
 @cache
 def processor_name() -> str:
-    """Return the CPU's model name."""
+    """Return the CPU's model name; the machine's architecture if Linux does not report the name."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
+    for line in lines:
+        if line.startswith("model name"):
+            _, _, name = line.partition(":")
+            return name.strip()
+    return platform.machine()
 
 
 def find_links(gpus: Sequence[Gpu]) -> tuple[DeviceLink, ...]:
@@ -180,13 +186,17 @@ def find_links(gpus: Sequence[Gpu]) -> tuple[DeviceLink, ...]:
 
 def describe_links(links: Iterable[DeviceLink]) -> str | None:
     """Return each kind of link once, such as `NVLink (18 links), peer access`; None without pairs."""
-    access = {True: ", peer access", False: ", no peer access", None: ""}
-    kinds: dict[str, None] = {}
-    for link in links:
-        pcie = f"PCIe, {link.topology or 'unknown'}"
-        path = f"NVLink ({link.nvlinks} links)" if link.nvlinks else pcie
-        kinds[path + access[link.peer_access]] = None
+    # A dictionary keeps each kind once, in the order of the links.
+    kinds = dict.fromkeys(_describe_kind(link) for link in links)
     return "; ".join(kinds) or None
+
+
+def _describe_kind(link: DeviceLink) -> str:
+    """Return the kind of one link: NVLink or PCIe, and whether the GPUs read each other's memory."""
+    access = _PEER_ACCESS[link.peer_access]
+    if link.nvlinks:
+        return f"NVLink ({link.nvlinks} links){access}"
+    return f"PCIe, {link.topology or 'unknown'}{access}"
 
 
 def _describe_gpu(index: int) -> Gpu:

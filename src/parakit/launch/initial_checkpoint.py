@@ -110,15 +110,10 @@ def _write_checkpoint(path: Path, launch: Launch, run: RunLaunch) -> None:
             log = partial / LOG_FILE
             exit_code = run(_compose_writer(launch, partial), log)
             if exit_code != 0:
-                status = name_memory_limit(diagnose_log(log, exit_code, interrupted=False))
                 kept_log = path.with_name(f"{path.name}.log")
-                with suppress(FileNotFoundError):
-                    log.rename(kept_log)
-                raise LaunchError(
-                    f"The starting checkpoint was not written: {status.reason.rstrip('.')}. The log is "
-                    f"{kept_log}."
-                )
-            if flaw := _find_initial_flaw(partial):
+                raise _explain_failed_writer(log, exit_code, kept_log)
+            flaw = _find_initial_flaw(partial)
+            if flaw is not None:
                 raise LaunchError(
                     f"The starting checkpoint {path} cannot be read back after it was written: {flaw}; "
                     "see whether the disk is sound, or name another folder with RUNS=."
@@ -127,6 +122,16 @@ def _write_checkpoint(path: Path, launch: Launch, run: RunLaunch) -> None:
         # Another run may have written the same checkpoint meanwhile, such as a task of the same Slurm array.
         if not path.is_dir():
             raise
+
+
+def _explain_failed_writer(log: Path, exit_code: int, kept_log: Path) -> LaunchError:
+    """Return the error of a rank that did not write the checkpoint, and move its log to `kept_log`."""
+    status = name_memory_limit(diagnose_log(log, exit_code, interrupted=False))
+    with suppress(FileNotFoundError):
+        log.rename(kept_log)
+    return LaunchError(
+        f"The starting checkpoint was not written: {status.reason.rstrip('.')}. The log is {kept_log}."
+    )
 
 
 def _find_initial_flaw(folder: Path) -> str | None:

@@ -236,20 +236,15 @@ def _experts_table(models: Sequence[Model]) -> Table[Model]:
     The columns are all parameters, those that one token uses, and those of the peak rank per strategy. An expert
     is split over ETP ranks, by default over TP. A narrow terminal leaves out the last columns.
     """
-    columns = (
+    columns = [
         Column[Model]("model", lambda model: model.name, right=False),
         Column[Model]("all", lambda model: total_parameters(model.shape), count),
         Column[Model]("active", lambda model: active_parameters(model.shape), count),
-        *(
-            Column[Model](name, partial(_peak_rank_parameters, split=split), count)
-            for name, split in _SPLITS.items()
-        ),
-    )
-    return Table(
-        columns,
-        tuple(models),
-        "Mixtures of experts: parameters, also of the peak rank per strategy",
-    )
+    ]
+    for name, split in _SPLITS.items():
+        columns.append(Column(name, partial(_peak_rank_parameters, split=split), count))
+    title = "Mixtures of experts: parameters, also of the peak rank per strategy"
+    return Table(tuple(columns), tuple(models), title)
 
 
 def _peak_rank_parameters(model: Model, split: Parallelism) -> int:

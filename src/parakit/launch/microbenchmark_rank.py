@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -51,17 +52,22 @@ def main(kind: DeviceKind, output: Path, workload: Workload) -> None:
     device = "cuda" if kind is DeviceKind.GPU else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    figures: dict[str, Any]
     if not dist.is_torchelastic_launched():
+        # A single rank has no process group.
         rounds = [asdict(measure_local_figures(workload, device)) for _ in range(workload.rounds)]
-        output.write_bytes(msgspec.json.encode(median_figures(rounds)))
+        figures = median_figures(rounds)
+        output.write_bytes(msgspec.json.encode(figures))
         return
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    figures = median_figures([_measure_round(workload, device) for _ in range(workload.rounds)])
-    figures_of_ranks: list[FiguresByName] = [{}] * dist.get_world_size()
-    dist.all_gather_object(figures_of_ranks, figures)
-    pairs = _measure_pairs(workload, device) if workload.node_pairs else {}
+    rounds = [_measure_round(workload, device) for _ in range(workload.rounds)]
+    figures_by_rank: list[FiguresByName] = [{}] * dist.get_world_size()
+    dist.all_gather_object(figures_by_rank, median_figures(rounds))
+    figures = dict(slowest_figures(figures_by_rank))
+    if workload.node_pairs:
+        figures |= _measure_pairs(workload, device)
     if dist.get_rank() == 0:
-        output.write_bytes(msgspec.json.encode(slowest_figures(figures_of_ranks) | pairs))
+        output.write_bytes(msgspec.json.encode(figures))
     dist.destroy_process_group()
 
 
@@ -280,8 +286,11 @@ def _measure_gradient_seconds(timer: _Timer, elements: int) -> float:
     The gradient of a look-up is as large as the table, and is added to that of earlier micro batches.
     """
     summed = torch.zeros(elements, device=timer.device)
-    work: Work = lambda: summed.add_(torch.zeros_like(summed))  # noqa: E731
-    return timer.seconds(work, before=_make_cache_filler(timer)) / elements
+
+    def add_gradient() -> None:
+        summed.add_(torch.zeros_like(summed))
+
+    return timer.seconds(add_gradient, before=_make_cache_filler(timer)) / elements
 
 
 def _make_cache_filler(timer: _Timer) -> Work:
@@ -427,8 +436,9 @@ def _measure_pair(tensor: torch.Tensor, first_rank: int, second_rank: int) -> fl
     rate = torch.zeros(1, device=tensor.device)
     # torch gives the ranks outside the group a placeholder instead of the group.
     if isinstance(group, dist.ProcessGroup):
-        work: Work = lambda: dist.all_reduce(tensor, group=group)  # noqa: E731
-        rate[0] = _measure_rate(Operation.ALL_REDUCE, work, tensor, 2)
+        reduce_in_pair = partial(dist.all_reduce, tensor, group=group)
+        rate[0] = _measure_rate(Operation.ALL_REDUCE, reduce_in_pair, tensor, ranks=2)
+    # The other ranks have a rate of 0, so the maximum is the pair's.
     dist.all_reduce(rate, op=dist.ReduceOp.MAX)
     return float(rate)
 

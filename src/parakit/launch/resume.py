@@ -15,14 +15,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from parakit.artifacts.run import CHECKPOINTS_FOLDER, RunRecord
+from parakit.artifacts.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
 from parakit.checkpoint import read_contents
 from parakit.config.blend import format_blend, pair_weights
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, count_end_of_document_in_vocabulary, drop_flags, merge_flags
-from parakit.config.model import imported_weights_folder, load_model
+from parakit.config.model import Model, imported_weights_folder, load_model
 from parakit.config.run import Backend, PatchFile, RuntimeName
 from parakit.config.strategy import (
     Parallelism,
@@ -144,20 +144,57 @@ def compose_resumed_launch(
     parallelism = _choose_parallelism(record, strategy, saved or record.spec.parallelism)
     options = _restore_runtime(record, options)
     runtime = choose_runtime(options, record.spec.device)
-    entry = find_entry(options.megatron_lm, runtime.pair)
+    _refuse_another_megatron(record, find_entry(options.megatron_lm, runtime.pair))
+    data = format_blend(pair_weights(Flags(record.argv).texts("--data-path")))
+    arguments = count_end_of_document_in_vocabulary(record.argv, record.entry.megatron_version)
+    model = adapt_model_to_data(load_model(record.spec.model, options.model), arguments, data)
+    job = Job(
+        strategy=strategy or record.spec.name,
+        model=model,
+        devices=parallelism.world_size,
+        device=record.spec.device,
+        options=_restore_options(record, options, parallelism, data, iterations),
+        script_flags=strategy_flags(parallelism),
+    )
+    environment = {
+        name: text for name, text in record.environment.items() if name not in INTERFACES
+    }
+    return replace(
+        compose_launch(job, runtime).resume_from(resume_point),
+        initial_checkpoint=_find_initial_checkpoint(record, model, options),
+        environment=environment,
+    )
+
+
+def _refuse_another_megatron(record: RunRecord, entry: MegatronEntry) -> None:
+    """Raise LaunchError if the Megatron that would train is of another version than the run's."""
     if entry.megatron_version != record.entry.megatron_version:
         raise LaunchError(
             f"{record.run} was trained by Megatron {record.entry.megatron_version}, but Megatron "
             f"{entry.megatron_version} is here; name a checkout of the former with MEGATRON_LM=."
         )
-    data = format_blend(pair_weights(Flags(record.argv).texts("--data-path")))
-    arguments = count_end_of_document_in_vocabulary(record.argv, entry.megatron_version)
-    model = adapt_model_to_data(load_model(record.spec.model, options.model), arguments, data)
+
+
+def _restore_options(
+    record: RunRecord, options: Options, parallelism: Parallelism, data: str, iterations: int
+) -> Options:
+    """Return the options with which a run trains on: those that must not change are the run's own.
+
+    Args:
+        record: The record of the run.
+        options: Variables of the resume, which may change other properties.
+        parallelism: The parallelism to resume with.
+        data: The run's data sets, in the form of DATA=.
+        iterations: The last iteration to train.
+
+    Raises:
+        LaunchError: The run's patch file has changed, or the options name another.
+    """
     # The recorded arguments count, because the kit's files may have changed since the run.
     recorded_flags = count_end_of_document_in_vocabulary(
-        _select_recorded_flags(record, parallelism), entry.megatron_version
+        _select_recorded_flags(record, parallelism), record.entry.megatron_version
     )
-    resumed_options = replace(
+    return replace(
         options,
         iterations=iterations,
         micro_batch_size=options.micro_batch_size or _fit_micro_batch(record, parallelism),
@@ -171,22 +208,16 @@ def compose_resumed_launch(
         share_gpu=record.spec.shares_gpu,
         shared_start=False,
     )
-    job = Job(
-        strategy=strategy or record.spec.name,
-        model=model,
-        devices=parallelism.world_size,
-        device=record.spec.device,
-        options=resumed_options,
-        script_flags=strategy_flags(parallelism),
-    )
-    initial_checkpoint = imported_weights_folder(model)
-    if initial_checkpoint is None and record.start_checkpoint:
-        initial_checkpoint = options.runs / INITIAL_CHECKPOINTS_FOLDER / record.start_checkpoint
-    environment = {
-        name: text for name, text in record.environment.items() if name not in INTERFACES
-    }
-    resumed = compose_launch(job, runtime).resume_from(resume_point)
-    return replace(resumed, initial_checkpoint=initial_checkpoint, environment=environment)
+
+
+def _find_initial_checkpoint(record: RunRecord, model: Model, options: Options) -> Path | None:
+    """Return the folder of the weights that the run began with; None if Megatron had initialized them."""
+    imported = imported_weights_folder(model)
+    if imported is not None:
+        return imported
+    if record.start_checkpoint is None:
+        return None
+    return options.runs / INITIAL_CHECKPOINTS_FOLDER / record.start_checkpoint
 
 
 def _refuse_iterations(

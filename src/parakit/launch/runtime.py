@@ -247,12 +247,17 @@ def module_container(
     from parakit.data import HUB_CACHES, HUB_PREFIX, find_default_hub_cache
 
     for argument in arguments:
-        if cache := find_default_hub_cache(argument.removeprefix(HUB_PREFIX)):
+        cache = find_default_hub_cache(argument.removeprefix(HUB_PREFIX))
+        if cache:
             os.environ["HF_HUB_CACHE"] = str(cache)
-    names = inherited_names(*HUB_VARIABLES, *HUB_CACHES)
-    caches = [Path(os.environ[variable]) for variable in HUB_CACHES if os.environ.get(variable)]
-    container = make_container(name, find_pair(options.image).name, inherited=names)
-    return container.mounting(*find_named_folders(arguments), *filter(Path.is_dir, caches))
+    folders = list(find_named_folders(arguments))
+    for variable in HUB_CACHES:
+        cache_path = os.environ.get(variable)
+        if cache_path and Path(cache_path).is_dir():
+            folders.append(Path(cache_path))
+    inherited = inherited_names(*HUB_VARIABLES, *HUB_CACHES)
+    container = make_container(name, find_pair(options.image).name, inherited=inherited)
+    return container.mounting(*folders)
 
 
 def find_named_folders(arguments: Sequence[str]) -> Iterator[Path]:

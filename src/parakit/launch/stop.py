@@ -199,7 +199,7 @@ def _wait_for_end(run: Path, launcher: psutil.Process | None, seconds: float) ->
         LaunchError: They have not ended within `seconds`.
     """
     deadline = time.monotonic() + seconds
-    while (launcher and is_alive(launcher)) or records.is_running(run / records.LOG_FILE):
+    while not _has_ended(run, launcher):
         if time.monotonic() > deadline:
             hint = f"; 'kill -9 {launcher.pid}' ends its launcher" if launcher else ""
             raise LaunchError(
@@ -207,3 +207,9 @@ def _wait_for_end(run: Path, launcher: psutil.Process | None, seconds: float) ->
                 f"when it has{hint}."
             )
         time.sleep(POLL_SECONDS)
+
+
+def _has_ended(run: Path, launcher: psutil.Process | None) -> bool:
+    """Return True if neither the launcher nor a rank of the run lives; None is a launcher that has died before."""
+    launcher_lives = launcher is not None and is_alive(launcher)
+    return not launcher_lives and not records.is_running(run / records.LOG_FILE)

@@ -252,12 +252,19 @@ def _write_and_submit(job: BatchJob, folders: Sequence[Path], image: str | None)
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
         raise
+    _write_job_records(slurm_job, job.slurm.nodes, folders, image)
+    return slurm_job
+
+
+def _write_job_records(
+    slurm_job: str, nodes: int, folders: Sequence[Path], image: str | None
+) -> None:
+    """Write `job.json` into every run folder; a task of an array is named by the job and the task's index."""
     for index, folder in enumerate(folders):
         task_id = slurm_job if len(folders) == 1 else f"{slurm_job}_{index}"
         submitted = records.encode_run(records.read_run(folder))
-        record = records.JobRecord(task_id, job.slurm.nodes, records.utc_now(), image, submitted)
+        record = records.JobRecord(task_id, nodes, records.utc_now(), image, submitted)
         write_record(folder / records.JOB_FILE, record)
-    return slurm_job
 
 
 def _run_sbatch(path: Path, environment: Mapping[str, str]) -> str:

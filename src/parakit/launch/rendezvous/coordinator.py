@@ -201,14 +201,19 @@ class Coordinator(BackgroundThread, NodeGroup):
             known, record = self._records.get(node), decode(data, NodeRecord)
             if known is not None and known.exit_code is not None:
                 continue
+            # The number of a heartbeat makes its record differ from the last one.
             if record is not None and record != known:
                 self._silent_looks[node] = 0
-                self._records = {**self._records, node: record}
+                self._store_record(node, record)
             elif known is not None:
                 self._silent_looks[node] += 1
-                if self._silent_looks[node] * messages.BEAT_SECONDS > messages.SILENT_SECONDS:
-                    lost = replace(known, exit_code=1, cause=_LOST)
-                    self._records = {**self._records, node: lost}
+                silent_seconds = self._silent_looks[node] * messages.BEAT_SECONDS
+                if silent_seconds > messages.SILENT_SECONDS:
+                    self._store_record(node, replace(known, exit_code=1, cause=_LOST))
+
+    def _store_record(self, node: int, record: NodeRecord) -> None:
+        """Store a node's record in a new dictionary, because another thread may iterate over the old one."""
+        self._records = {**self._records, node: record}
 
     def _have_all_joined(self) -> bool:
         """Return True if every node has joined.

@@ -112,14 +112,7 @@ def classify_exit(
     log = folder / records.LOG_FILE
     status = name_memory_limit(diagnose_log(log, exit_code, interrupted))
     if exit_code is not None and exit_code < 0 and not interrupted:
-        # The supervisor reports torchrun's signals as 128 + n, so this signal ended the supervisor itself.
-        # The kernel then ends torchrun by SIGTERM, which the log shows.
-        name = signal.Signals(-exit_code).name
-        reason = (
-            f"The supervisor of torchrun was killed by {name}{_after_last_iteration(folder)}; all ranks "
-            "were ended."
-        )
-        return replace(status, status=Status.CRASHED, reason=reason, rank=None)
+        return _blame_killed_supervisor(folder, status, -exit_code)
     if status.status in (Status.OK, Status.INTERRUPTED):
         return status
     exhausted = find_exhausted_resource(folder)
@@ -140,13 +133,32 @@ def classify_exit(
         )
         status = replace(status, status=Status.CRASHED, reason=reason, rank=None)
     if "SIGKILL" in status.reason and _has_killed_for_memory(kills_before):
-        process = "torchrun" if status.rank is None else f"Rank {status.rank}"
-        reason = (
-            f"{process} was killed by the kernel, which had run out of memory"
-            f"{_after_last_iteration(folder)}."
-        )
-        return replace(status, status=Status.OUT_OF_MEMORY, reason=reason)
+        return _blame_memory(folder, status)
     return status
+
+
+def _blame_killed_supervisor(folder: Path, status: StatusRecord, number: int) -> StatusRecord:
+    """Return the status of a run after signal `number` has ended its supervisor.
+
+    The supervisor reports torchrun's signals as 128 + n, so a negative exit code is its own. When the supervisor
+    is gone, the kernel ends torchrun by SIGTERM. The log shows that signal, which is not the cause.
+    """
+    name = signal.Signals(number).name
+    reason = (
+        f"The supervisor of torchrun was killed by {name}{_after_last_iteration(folder)}; all ranks "
+        "were ended."
+    )
+    return replace(status, status=Status.CRASHED, reason=reason, rank=None)
+
+
+def _blame_memory(folder: Path, status: StatusRecord) -> StatusRecord:
+    """Return the status of a run that ended by SIGKILL because the kernel had run out of memory."""
+    process = "torchrun" if status.rank is None else f"Rank {status.rank}"
+    reason = (
+        f"{process} was killed by the kernel, which had run out of memory"
+        f"{_after_last_iteration(folder)}."
+    )
+    return replace(status, status=Status.OUT_OF_MEMORY, reason=reason)
 
 
 def _has_killed_for_memory(kills_before: int | None) -> bool:
