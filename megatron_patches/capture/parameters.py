@@ -212,9 +212,9 @@ def _sharded_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPar
 
 
 def _full_part(optimizer: Any, parameter: torch.nn.Parameter) -> OptimizerPart | None:
-    """Return the full parameter as the part that an unsharded optimizer updates.
+    """Return a full parameter with its optimizer states, as an optimizer without sharding holds them.
 
-    The result is None if the optimizer does not update the parameter.
+    None means that the optimizer does not update the parameter.
     """
     master = getattr(parameter, "main_param", None)
     main = parameter if master is None else master

@@ -371,26 +371,14 @@ def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
         StrategyError: The strategy's name cannot be parsed.
     """
     spec = contents.spec
-    is_legacy = contents.format == LEGACY
-    has_known_format = is_legacy or contents.format == TORCH_DIST
-    if spec is None or not has_known_format:
-        subject = (
-            "a checkpoint without arguments"
-            if has_known_format
-            else f"a checkpoint of the format {contents.format}"
-        )
-        reason = f"No verdict is given on {subject}; convert it to torch_dist."
-        return LoadVerdict("not judged", flags=(), reasons=(reason,))
-    if contents.trainer:
-        reason = (
-            f"No verdict is given on a checkpoint of {contents.trainer}, whose states Megatron keeps otherwise; "
-            "load it there, or export its weights with 'make export-hf CKPT='."
-        )
-        return LoadVerdict("not judged", flags=(), reasons=(reason,))
+    why_not_judged = _explain_no_verdict(contents)
+    if spec is None or why_not_judged:
+        return LoadVerdict("not judged", flags=(), reasons=(why_not_judged,))
     saved = spec.parallelism
     new = parse_strategy(strategy, count_devices(strategy, saved.world_size))
     refusals = [*contents.problems, *find_violations(replace_parallelism(spec, new))]
     refusals += _explain_unloadable(contents, new)
+    is_legacy = contents.format == LEGACY
     if not refusals and is_legacy and _rank_file_sizes(new) != _rank_file_sizes(saved):
         refusals.append(
             "A rank loads its own file, so TP, PP, virtual stages and EP must be those of "
@@ -409,6 +397,23 @@ def judge_loading(contents: Contents, strategy: str) -> LoadVerdict:
     flags = _list_load_flags(contents, spec, new, loses_optimizer=bool(optimizer_loss))
     verdict = f"loads without {' and '.join(sorted(losses))}" if losses else "loads"
     return LoadVerdict(verdict, tuple(flags), tuple(losses.values()))
+
+
+def _explain_no_verdict(contents: Contents) -> str:
+    """Return why loading a checkpoint is not judged; empty if it is judged."""
+    if contents.format not in (LEGACY, TORCH_DIST):
+        return (
+            f"No verdict is given on a checkpoint of the format {contents.format}; convert it to "
+            "torch_dist."
+        )
+    if contents.spec is None:
+        return "No verdict is given on a checkpoint without arguments; convert it to torch_dist."
+    if contents.trainer:
+        return (
+            f"No verdict is given on a checkpoint of {contents.trainer}, whose states Megatron keeps otherwise; "
+            "load it there, or export its weights with 'make export-hf CKPT='."
+        )
+    return ""
 
 
 def _list_load_flags(

@@ -278,16 +278,19 @@ def _list_groups(
         if len(main_weights) > number and len(main_weights[number]) == len(parameters):
             for parameter, main_weight in zip(parameters, main_weights[number], strict=True):
                 parameter["fp32_param"] = main_weight
-        described = []
-        for parameter in parameters:
-            tensors = {
-                key: parameter[key]
-                for key in _STATES
-                if isinstance(parameter.get(key), DescribedTensor)
-            }
-            if tensors:
-                described.append(tensors)
-        yield bool(group.get("is_expert_parallel")), described
+        described = [_select_states(parameter) for parameter in parameters]
+        with_states = [tensors for tensors in described if tensors]
+        yield bool(group.get("is_expert_parallel")), with_states
+
+
+def _select_states(parameter: Mapping[str, Any]) -> dict[str, DescribedTensor]:
+    """Return the state tensors of a parameter by name, without states that are no tensors or are not compared."""
+    tensors: dict[str, DescribedTensor] = {}
+    for name in _STATES:
+        state = parameter.get(name)
+        if isinstance(state, DescribedTensor):
+            tensors[name] = state
+    return tensors
 
 
 def _list_rank_pieces(

@@ -59,8 +59,9 @@ def compare_with_model(contents: Contents, shape: ModelShape) -> ModelComparison
                 missing_names.append(form.names[0])
                 continue
             compared_names.add(name)
-            # The shape of a full tensor is unknown where only the shard of one rank is.
-            if shapes[name] != form.shape and name in contents.weights:
+            # If only the shard of one rank is stored, the shape of the full tensor is unknown.
+            is_full_tensor = name in contents.weights
+            if is_full_tensor and shapes[name] != form.shape:
                 problems.append(
                     f"{name} has the shape {list(shapes[name])}, and by the checkpoint's arguments it is "
                     f"{list(form.shape)}."

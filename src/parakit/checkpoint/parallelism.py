@@ -109,18 +109,22 @@ def _convert_optimizer(common: dict[str, Any], new: Parallelism, old: Parallelis
     entries = _list_entries(common["optimizer"])
     changes_expert_parallelism = (new.expert > 1) != (old.expert > 1)
     if arguments.get("num_experts") and changes_expert_parallelism:
-        has_biases = bool(arguments.get("add_bias_linear"))
-        entries = _split_off_experts(entries[0], has_biases) if new.expert > 1 else entries[:1]
+        if new.expert > 1:
+            has_biases = bool(arguments.get("add_bias_linear"))
+            entries = _split_off_experts(entries[0], has_biases)
+        else:
+            entries = entries[:1]
     if new.sharding != old.sharding:
-        is_half_precision = bool(arguments.get("fp16") or arguments.get("bf16"))
+        metadata = common["content_metadata"]
         for name in _METADATA_KEYS:
-            common["content_metadata"].pop(name, None)
+            metadata.pop(name, None)
         if new.sharding is Sharding.NONE:
+            is_half_precision = bool(arguments.get("fp16") or arguments.get("bf16"))
             entries = [_to_plain_entry(entry, is_half_precision) for entry in entries]
         else:
             entries = [_to_distributed_entry(entry) for entry in entries]
             values = (RESHARDABLE, False)
-            common["content_metadata"] |= dict(zip(_METADATA_KEYS, values, strict=True))
+            metadata |= dict(zip(_METADATA_KEYS, values, strict=True))
     common["optimizer"] = entries[0] if len(entries) == 1 else dict(enumerate(entries))
 
 

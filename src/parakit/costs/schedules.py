@@ -103,27 +103,9 @@ def simulate_schedule(
         ValueError: A size is below 1, there are too many steps, PP does not divide the micro batches of
             an interleaved schedule, or PipeDream-2BW has fewer micro batches than stages.
     """
-    if min(pipeline, microbatches, iterations, virtual) < 1:
-        raise ValueError("Stages, micro batches, iterations and virtual stages start at 1.")
-    steps = 2 * pipeline * microbatches * iterations * virtual
-    if steps > MAX_STEPS:
-        raise ValueError(
-            f"{pipeline:,} stages, {microbatches:,} micro batches, {virtual:,} virtual stages and "
-            f"{iterations:,} iterations are {steps:,} steps; use at most {MAX_STEPS:,} "
-            "(2 x stages x micro batches x virtual stages x iterations)."
-        )
+    _refuse_impossible_sizes(schedule, pipeline, microbatches, iterations, virtual)
     if schedule is not PipelineSchedule.INTERLEAVED:
         virtual = 1
-    elif microbatches % pipeline:
-        raise ValueError(
-            f"Interleaving needs micro batches in multiples of the {pipeline} stages, not "
-            f"{microbatches}; use {round_up(microbatches, pipeline)}."
-        )
-    if schedule is PipelineSchedule.PIPEDREAM_2BW and microbatches < pipeline:
-        raise ValueError(
-            f"PipeDream-2BW needs as many micro batches as its {pipeline} stages (arXiv:2006.09503 "
-            f"section 3.1), not {microbatches}; use {pipeline}."
-        )
     # Pairs of the first micro batch and the number of micro batches between two flushes.
     rounds = [(0, microbatches * iterations)]
     if not schedule.is_asynchronous:
@@ -138,6 +120,35 @@ def simulate_schedule(
         events += _run_steps(steps_by_worker, first, start, virtual, seconds, transfer)
         start = max(event.end for event in events)
     return SimulatedSchedule(schedule, pipeline, microbatches, iterations, virtual, tuple(events))
+
+
+def _refuse_impossible_sizes(
+    schedule: PipelineSchedule, pipeline: int, microbatches: int, iterations: int, virtual: int
+) -> None:
+    """Raise an error if `simulate_schedule` cannot simulate a schedule with these sizes.
+
+    Raises:
+        ValueError: One of the reasons that `simulate_schedule` names.
+    """
+    if min(pipeline, microbatches, iterations, virtual) < 1:
+        raise ValueError("Stages, micro batches, iterations and virtual stages start at 1.")
+    steps = 2 * pipeline * microbatches * iterations * virtual
+    if steps > MAX_STEPS:
+        raise ValueError(
+            f"{pipeline:,} stages, {microbatches:,} micro batches, {virtual:,} virtual stages and "
+            f"{iterations:,} iterations are {steps:,} steps; use at most {MAX_STEPS:,} "
+            "(2 x stages x micro batches x virtual stages x iterations)."
+        )
+    if schedule is PipelineSchedule.INTERLEAVED and microbatches % pipeline:
+        raise ValueError(
+            f"Interleaving needs micro batches in multiples of the {pipeline} stages, not "
+            f"{microbatches}; use {round_up(microbatches, pipeline)}."
+        )
+    if schedule is PipelineSchedule.PIPEDREAM_2BW and microbatches < pipeline:
+        raise ValueError(
+            f"PipeDream-2BW needs as many micro batches as its {pipeline} stages (arXiv:2006.09503 "
+            f"section 3.1), not {microbatches}; use {pipeline}."
+        )
 
 
 def _order_steps(

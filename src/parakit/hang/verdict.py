@@ -260,16 +260,11 @@ def _judge_waits(waits: Waits) -> HangVerdict:
     Roots are ranks that others wait for and that wait for nobody, or cycles of ranks that wait for each other. If
     the verdict has no culprit, a rank that left the usual order of calls is looked for.
     """
-    roots = waits.roots
     ranks_behind = find_ranks_behind(waits)
-    if not ranks_behind and len(roots) == 1 and len(roots[0]) > 1:
-        return _judge_cycle(waits, roots[0])
-    # A collective that its whole group has entered completes without further calls of these ranks.
-    # They wait for the network, so they are no cause.
-    waiting_for_network = _find_ranks_that_wait_for_network(waits)
-    root_ranks = [rank for root in roots for rank in root if rank not in waiting_for_network]
-    if root_ranks:
-        root_ranks += _find_silent_ranks(waits)
+    is_single_cycle = len(waits.roots) == 1 and len(waits.roots[0]) > 1
+    if is_single_cycle and not ranks_behind:
+        return _judge_cycle(waits, waits.roots[0])
+    root_ranks = _list_root_ranks(waits)
     if ranks_behind:
         return _judge_ranks_behind(waits, ranks_behind, root_ranks)
     has_known_root = any(waits.evidence.get_rank(rank).is_known for rank in root_ranks)
@@ -286,6 +281,19 @@ def _judge_waits(waits: Waits) -> HangVerdict:
     if departure is None:
         return verdict
     return _judge_departure(waits, departure, verdict.sentence)
+
+
+def _list_root_ranks(waits: Waits) -> list[int]:
+    """Return the ranks of all roots that may be the cause, and ranks that left nothing if there is such a root.
+
+    A collective that its whole group has entered completes without further calls of its ranks. They wait for the
+    network, so they are no cause.
+    """
+    waiting_for_network = _find_ranks_that_wait_for_network(waits)
+    root_ranks = [rank for root in waits.roots for rank in root if rank not in waiting_for_network]
+    if root_ranks:
+        root_ranks += _find_silent_ranks(waits)
+    return root_ranks
 
 
 def _find_ranks_that_wait_for_network(waits: Waits) -> set[int]:
@@ -987,14 +995,19 @@ def _find_module(
 
     Pipeline communication without a recorded call gives PIPELINE_EXCHANGE if no location is known.
     """
-    locations = [location] if location else []
-    if not locations:
+    locations: list[StepPlace] = []
+    if location:
+        locations.append(location)
+    else:
         locations += [locate_rank(waits, rank) for rank in culprits[:1]]
-        locations += [locate_call(waits.evidence, call)] if call else []
-    known_locations = [candidate for candidate in locations if candidate.is_known]
-    if known_locations:
-        return known_locations[0].module or None
-    return PIPELINE_EXCHANGE if is_pipeline_communication and call is None else None
+        if call:
+            locations.append(locate_call(waits.evidence, call))
+    for candidate in locations:
+        if candidate.is_known:
+            return candidate.module or None
+    if is_pipeline_communication and call is None:
+        return PIPELINE_EXCHANGE
+    return None
 
 
 def _describe_chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
@@ -1007,13 +1020,15 @@ def _describe_chain(waits: Waits, roots: Sequence[int]) -> tuple[str, ...]:
     for waits_of_rank in waits.waits_by_rank.values():
         for wait in waits_of_rank:
             waits_by_call.setdefault(describe_wait_call(waits.evidence, wait), []).append(wait)
-    awaited_by_call = {
-        call: {wait.awaited_rank for wait in waits_in_call}
-        for call, waits_in_call in waits_by_call.items()
-    }
-    # False sorts before True, so calls that await a root come first.
-    roots_first = sorted(waits_by_call, key=lambda call: awaited_by_call[call].isdisjoint(roots))
-    return tuple(
-        f"{describe_waiting_ranks(waits_by_call[call])} for {format_ranks(awaited_by_call[call])} in {call}"
-        for call in roots_first[:SHOWN_WAITS]
-    )
+    lines_on_roots: list[str] = []
+    other_lines: list[str] = []
+    for call, waits_in_call in waits_by_call.items():
+        awaited_ranks = {wait.awaited_rank for wait in waits_in_call}
+        line = (
+            f"{describe_waiting_ranks(waits_in_call)} for {format_ranks(awaited_ranks)} in {call}"
+        )
+        if awaited_ranks.isdisjoint(roots):
+            other_lines.append(line)
+        else:
+            lines_on_roots.append(line)
+    return tuple([*lines_on_roots, *other_lines][:SHOWN_WAITS])

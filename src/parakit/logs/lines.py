@@ -65,7 +65,9 @@ class LineSplitter:
         Empty lines are left out. Bytes after the last line end are kept for the next call.
         """
         text = self._decoder.decode(data.translate(None, _CONTROLS))
-        text = self._unfinished + (text if text.isascii() else _INVISIBLE.sub("", text))
+        if not text.isascii():
+            text = _INVISIBLE.sub("", text)
+        text = self._unfinished + text
         lines, self._unfinished = split_lines(text)
         if len(lines) == text.count("\n"):
             return [(number, line) for number, line in enumerate(lines) if line]
@@ -74,9 +76,10 @@ class LineSplitter:
         parts_by_line = [split_lines(line + "\n")[0] for line in complete_lines]
         last_parts, self._unfinished = split_lines(last_line)
         parts_by_line.append(last_parts)
-        return [
-            (number, part) for number, parts in enumerate(parts_by_line) for part in parts if part
-        ]
+        numbered_parts: list[tuple[int, str]] = []
+        for number, parts in enumerate(parts_by_line):
+            numbered_parts += [(number, part) for part in parts if part]
+        return numbered_parts
 
     def finish(self) -> list[str]:
         """Return the log's last line if no line end follows it; else an empty list."""
@@ -164,17 +167,20 @@ class TornLines:
         if label is None or len(line) > _MAX_LENGTH:
             return [line]
         text = line[label.end() :]
+        complete_lines: list[str] = []
         before = self._before.pop(label[0], "")
-        # An argument was returned before, because its value may be complete.
-        is_before_pending = bool(before) and not _ARGUMENT.match(before)
         if before and self._is_continuation(before, text):
-            text, is_before_pending = before + text, False
-        lines = [label[0] + before] if is_before_pending else []
+            text = before + text
+        elif before and not _ARGUMENT.match(before):
+            # An argument was returned before, because its value may be complete.
+            complete_lines.append(label[0] + before)
         is_unfinished = _UNFINISHED.search(text) is not None
         may_continue = is_unfinished or _ARGUMENT.match(text) is not None
         if may_continue and len(self._before) < _MAX_LABELS:
             self._before[label[0]] = text
-        return lines if is_unfinished else [*lines, label[0] + text]
+        if not is_unfinished:
+            complete_lines.append(label[0] + text)
+        return complete_lines
 
     def flush(self) -> list[str]:
         """Return the first parts of torn lines that no second part has followed, and forget all lines."""

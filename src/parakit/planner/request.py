@@ -47,21 +47,12 @@ def build_request(options: PlanOptions) -> Request:
         find_planned_model(options.model), extra, flags_planned_as("counted")
     )
     refuse_misspelled_flags((*model.flags, *extra))
-    blocks = model.shape.blocks
-    if LINEAR in blocks:
-        raise RequestError(
-            f"--hybrid-layer-pattern {blocks} has linear attention ({LINEAR}), which is not planned; "
-            f"use blocks of {' '.join(BLOCKS)}."
-        )
+    _refuse_linear_attention(model.shape.blocks)
     device = device_by_key(options.gpu)
     devices, per_node = resolve_device_counts(options, device.domain)
     is_cpu = device.key == "cpu"
     dtype = options.dtype or ("fp32" if is_cpu else model.dtype)
-    if dtype not in PRECISIONS:
-        remedy = f"use {', '.join(PRECISIONS)}."
-        if dtype.startswith("fp8"):
-            remedy = 'fp8 is a recipe on top of bf16: use EXTRA="--fp8-format hybrid".'
-        raise RequestError(f"There is no dtype '{dtype}'; {remedy}")
+    _refuse_unknown_dtype(dtype)
     global_batch = _resolve_global_batch(options, model, devices)
     template = _build_template(options, model, extra, global_batch)
     if is_cpu:
@@ -98,6 +89,33 @@ def build_request(options: PlanOptions) -> Request:
         extra=tuple(extra),
         is_batch_assumed=not options.global_batch,
     )
+
+
+def _refuse_linear_attention(blocks: str) -> None:
+    """Raise an error if a hybrid model has blocks of linear attention.
+
+    Raises:
+        RequestError: The blocks have such a block.
+    """
+    if LINEAR in blocks:
+        raise RequestError(
+            f"--hybrid-layer-pattern {blocks} has linear attention ({LINEAR}), which is not planned; "
+            f"use blocks of {' '.join(BLOCKS)}."
+        )
+
+
+def _refuse_unknown_dtype(dtype: str) -> None:
+    """Raise an error if the planner does not know a dtype.
+
+    Raises:
+        RequestError: There is no such dtype.
+    """
+    if dtype in PRECISIONS:
+        return
+    remedy = f"use {', '.join(PRECISIONS)}."
+    if dtype.startswith("fp8"):
+        remedy = 'fp8 is a recipe on top of bf16: use EXTRA="--fp8-format hybrid".'
+    raise RequestError(f"There is no dtype '{dtype}'; {remedy}")
 
 
 def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> int:

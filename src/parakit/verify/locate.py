@@ -64,8 +64,16 @@ def locate_error(
     if worst is not None and worst.micro_batch is not None:
         tensors = compared.pairs_of(first.key, worst.micro_batch)
     kind = classify_error(first, tensors, strategy.first, compared.similar_tensors(first))
-    # Tensors at the start of an iteration were computed in the iteration before.
-    iteration = strategy.first.iteration - int(slot in INITIAL_SLOTS)
+    is_from_start = slot in INITIAL_SLOTS
+    iteration = strategy.first.iteration
+    if slot == INITIAL:
+        iteration = 0
+    elif is_from_start:
+        # Tensors at the start of an iteration were computed in the iteration before.
+        iteration -= 1
+    worst_text = None
+    if worst is not None and not is_from_start:
+        worst_text = _describe_worst_element(worst)
     return replace(
         base,
         stage=stage,
@@ -76,9 +84,9 @@ def locate_error(
         factor=kind.factor,
         error=first.error,
         tolerance=first.tolerance,
-        worst=None if slot in INITIAL_SLOTS or worst is None else _describe_worst_element(worst),
+        worst=worst_text,
         source=_find_source(first, module, kind, strategy),
-        iteration=0 if slot == INITIAL else iteration,
+        iteration=iteration,
     )
 
 

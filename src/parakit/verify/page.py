@@ -108,19 +108,8 @@ def _summarize_verdict(verdict: VerifyVerdict) -> str:
 def _list_facts(verdict: VerifyVerdict, first: TensorComparison | None) -> Mapping[str, str]:
     """Return the known facts of a verdict by name; facts without a text are left out."""
     facts: dict[str, str | None] = {"reason": verdict.reason}
-    if first is not None and verdict.error is not None and verdict.tolerance is not None:
-        ranks = _join_numbers(verdict.ranks)
-        right_ranks = sorted(first.right_ranks - set(verdict.ranks))
-        facts |= {
-            "kind": verdict.kind,
-            "ranks": f"{ranks} (right on {_join_numbers(right_ranks)})" if right_ranks else ranks,
-            "error": f"{verdict.error:.3g}, tolerance {verdict.tolerance:.3g}"
-            f" ({_format_ratio(first.ratio)} times the tolerance)",
-            "wrong by itself": _WRONG_BY_ITSELF[verdict.confirmed],
-            "worst element": verdict.worst,
-            "source": verdict.source,
-            "also wrong by itself": "; ".join(verdict.also),
-        }
+    if first is not None:
+        facts |= _list_facts_of_error(verdict, first)
     facts["log"] = verdict.logged
     facts |= {"reference": verdict.reference, "layout": verdict.layout, "mode": verdict.mode}
     if verdict.seen:
@@ -130,6 +119,28 @@ def _list_facts(verdict: VerifyVerdict, first: TensorComparison | None) -> Mappi
         )
     facts["command"] = verdict.command
     return {name: text for name, text in facts.items() if text}
+
+
+def _list_facts_of_error(
+    verdict: VerifyVerdict, first: TensorComparison
+) -> Mapping[str, str | None]:
+    """Return the facts on the first wrong tensor by name; empty if the verdict has no error or tolerance."""
+    if verdict.error is None or verdict.tolerance is None:
+        return {}
+    ranks = _join_numbers(verdict.ranks)
+    right_ranks = sorted(first.right_ranks - set(verdict.ranks))
+    if right_ranks:
+        ranks += f" (right on {_join_numbers(right_ranks)})"
+    return {
+        "kind": verdict.kind,
+        "ranks": ranks,
+        "error": f"{verdict.error:.3g}, tolerance {verdict.tolerance:.3g}"
+        f" ({_format_ratio(first.ratio)} times the tolerance)",
+        "wrong by itself": _WRONG_BY_ITSELF[verdict.confirmed],
+        "worst element": verdict.worst,
+        "source": verdict.source,
+        "also wrong by itself": "; ".join(verdict.also),
+    }
 
 
 def _join_numbers(numbers: Sequence[int]) -> str:

@@ -66,16 +66,16 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
         refit()
         return
     path = readings or MEASUREMENTS_FILE
-    is_own_file = path != MEASUREMENTS_FILE
+    is_file_of_user = path != MEASUREMENTS_FILE
     measurements, unreadable = read_measurements(path)
     if leave_out is not None:
         # The constants were fitted without a public source, also if they are tried on another file.
-        public = read_measurements()[0] if is_own_file else ()
+        public = read_measurements()[0] if is_file_of_user else ()
         leave_out = _find_source(leave_out, {item.source for item in (*measurements, *public)})
-    calibrate = (partial(load_device_calibration, ROOT / "runs"),) if is_own_file else ()
+    calibrate = (partial(load_device_calibration, ROOT / "runs"),) if is_file_of_user else ()
     predicted = compute_residuals(measurements, unreadable, leave_out, *calibrate)
     errors = collect_errors(predicted)
-    if is_own_file:
+    if is_file_of_user:
         errors = errors.merge(load_public_errors())
     if json:
         print(dumps(encode_summary(predicted, errors), indent=1))

@@ -190,11 +190,11 @@ def message_seconds(spec: RunSpec, cluster: Cluster) -> float:
 
 
 def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, float]:
-    """Return the time of one micro batch on the slowest stage, and its seconds through all stages.
+    """Return the time of one micro batch on the slowest stage, and the seconds of one micro batch through all stages.
 
-    If CPU ranks share cores, a waiting stage leaves its cores to the other stages, and both results include this. The
-    time of m micro batches then has two lower bounds: the work of all stages on all cores, and the work of the slowest
-    stage plus one pass through the other stages.
+    CPU ranks may share cores. A waiting stage then leaves its cores to the other stages, and both results include
+    this. The time of m micro batches is at least the work of all stages on all cores. It is also at least the work of
+    the slowest stage plus one pass through the other stages.
     """
     parts, slowest_seconds, all_stages_seconds = slowest_stage(spec, cluster)
     slowest = _add_parts(parts)

@@ -221,28 +221,37 @@ def _work_per_iteration(reference: Run, other: Run) -> tuple[_WorkPerIteration |
     If a log prints no sequence length, the numbers are samples per iteration. The first value is None if
     the work is unknown, and then the caution is the reason.
     """
-    runs, specs = (reference, other), (reference.spec, other.spec)
-    if any(spec and spec.shares_gpu for spec in specs):
+    runs = (reference, other)
+    if any(run.spec and run.spec.shares_gpu for run in runs):
         return None, SHARED
     if reference.spec and other.spec:
-        tokens = reference.spec.tokens_per_iteration
-        return _WorkPerIteration(tokens, other.spec.tokens_per_iteration), ""
+        work = _WorkPerIteration(
+            reference.spec.tokens_per_iteration, other.spec.tokens_per_iteration
+        )
+        return work, ""
     batch, other_batch = reference.global_batch_size, other.global_batch_size
     if not batch or not other_batch:
         return None, _describe_missing(runs, {"global batch size": [batch, other_batch]})
+    caution = _describe_assumptions(runs)
+    if reference.seq_length and other.seq_length:
+        tokens = batch * reference.seq_length
+        return _WorkPerIteration(tokens, other_batch * other.seq_length), caution
+    return _WorkPerIteration(batch, other_batch), caution
+
+
+def _describe_assumptions(runs: tuple[Run, Run]) -> str:
+    """Return what a comparison of two runs assumes, because a log does not state it; empty if nothing is assumed."""
+    cautions: list[str] = []
     values_by_quantity: dict[str, Sequence[object]] = {
         "model": [run.model_or_size for run in runs],
         "sequence length": [run.seq_length for run in runs],
     }
     missing = _describe_missing(runs, values_by_quantity)
-    cautions = [f"{missing}, so equal ones are assumed"] if missing else []
+    if missing:
+        cautions.append(f"{missing}, so equal ones are assumed")
     if not any(run.num_devices for run in runs):
         cautions.append("neither states its number of devices, so the same is assumed")
-    caution = "; ".join(cautions)
-    if reference.seq_length and other.seq_length:
-        tokens = batch * reference.seq_length
-        return _WorkPerIteration(tokens, other_batch * other.seq_length), caution
-    return _WorkPerIteration(batch, other_batch), caution
+    return "; ".join(cautions)
 
 
 def _describe_missing(runs: Sequence[Run], values: Mapping[str, Sequence[object]]) -> str:

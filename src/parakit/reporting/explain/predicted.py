@@ -192,14 +192,15 @@ def compare_run_with_predictions(run: Run, iteration_ms: float | None = None) ->
     times, problem = run.time_record
     if times is not None and run.device != "cpu":
         times, problem = None, _HOST_CLOCK
+    if problem:
+        notes.append(problem)
     scale = 1.0
     if times:
         times = add_pipeline_waits(times, run.measurements.communication)
-        iteration_seconds = mean(rank.iteration_seconds for rank in times.ranks)
-        scale = iteration_ms / (1000 * iteration_seconds) if iteration_ms else 1.0
+        if iteration_ms:
+            recorded_seconds = mean(rank.iteration_seconds for rank in times.ranks)
+            scale = iteration_ms / (1000 * recorded_seconds)
         times = scale_times(times, scale)
-    if problem:
-        notes.append(problem)
     evidence = PredictionEvidence(
         times, scale, compute_time_shares(times) if times else (), notes=tuple(notes)
     )

@@ -407,13 +407,7 @@ def build_scene(run: Run, name: str = "timeline", label: str = "") -> Scene:
     except (OSError, ValueError) as error:
         raise NoTraceError(f"{run.name}: {TRACE_FILE} cannot be used ({error}).") from None
     # Megatron also calls collectives in groups of one rank, which move nothing, so they are left out.
-    record = run.measurements.communication
-    groups_of_one = {
-        call.group
-        for rank in (record.ranks if record else ())
-        for call in rank.calls
-        if call.ranks == 1
-    }
+    groups_of_one = _find_groups_of_one(run)
     spans = tuple(span for span in spans if not (span.is_call and span.group in groups_of_one))
     if not spans:
         raise NoTraceError(f"{run.name} traced nothing; train at least 5 iterations.")
@@ -421,6 +415,15 @@ def build_scene(run: Run, name: str = "timeline", label: str = "") -> Scene:
     return Scene(
         name, title, spans, spec.parallelism, spec.microbatches, on_gpu=run.device != "cpu"
     )
+
+
+def _find_groups_of_one(run: Run) -> set[str]:
+    """Return the names of groups in which a rank called collectives alone; empty without a communication log."""
+    record = run.measurements.communication
+    groups: set[str] = set()
+    for rank in record.ranks if record else ():
+        groups.update(call.group for call in rank.calls if call.ranks == 1)
+    return groups
 
 
 def write_timeline(run: Run) -> tuple[Path, str]:

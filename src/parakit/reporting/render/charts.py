@@ -220,19 +220,18 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
     shows_categories = all(entry.run.measurements.memory for entry in entries)
     ticks, height = [], 0.0
     for index, entry in enumerate(entries):
-        peaks = entry.memory_by_rank
-        highest_first = sorted(peaks, key=peaks.__getitem__, reverse=True)
-        ranks = sorted(highest_first[:MAX_RANKS])
+        ranks = _select_ranks(entry)
         bar_heights = [height + _RANK_DISTANCE * position for position in range(len(ranks))]
         for y, rank in zip(bar_heights, ranks, strict=True):
-            width = peaks[rank] / scale
+            peak_bytes = entry.memory_by_rank[rank]
+            width = peak_bytes / scale
             if shows_categories:
                 categories = entry.run.measurements.memory_categories_by_rank[rank]
                 _draw_categories(axes, y, categories, scale)
             else:
                 axes.barh(y, width, 0.7, color=entry_colour(index), alpha=0.8)
             look: dict[str, Any] = {"textcoords": "offset points", "va": "center", "fontsize": 8}
-            axes.annotate(f"rank {rank}: {size(peaks[rank])}", (width, y), (5, 0), **look)
+            axes.annotate(f"rank {rank}: {size(peak_bytes)}", (width, y), (5, 0), **look)
         ticks.append(sum(bar_heights) / len(bar_heights))
         height += _RANK_DISTANCE * len(ranks) + 0.5
     figure.set_size_inches(WIDTH_INCHES, (1.2 if shows_categories else 0.8) + 0.27 * height)
@@ -248,6 +247,13 @@ def draw_memory(figure: Figure, entries: Sequence[Entry]) -> None:
         handle_by_text = dict(zip(texts, handles, strict=True))
         legend_look: dict[str, Any] = {"loc": "outside upper left", "ncols": 4, "fontsize": 8}
         figure.legend(handle_by_text.values(), handle_by_text.keys(), **legend_look)
+
+
+def _select_ranks(entry: Entry) -> list[int]:
+    """Return the MAX_RANKS ranks of a row with the highest peaks, in the order of their numbers."""
+    peaks = entry.memory_by_rank
+    highest_first = sorted(peaks, key=lambda rank: peaks[rank], reverse=True)
+    return sorted(highest_first[:MAX_RANKS])
 
 
 def _draw_categories(axes: Axes, y: float, categories: Mapping[str, int], scale: int) -> None:

@@ -270,17 +270,7 @@ def _build_bar_group(members: Sequence[Entry]) -> BarGroup:
         weight = token_ratio(entry) * reference_ms / milliseconds
         if abs(weight - 1) >= 1e-9:
             have_equal_work = False
-        scaled_interval = None
-        text = f"{number(weight * milliseconds)} ms"
-        if entry.interval:
-            low, high = entry.interval
-            scaled_interval = (weight * low, weight * high)
-            text += f" [{interval(*scaled_interval)}]"
-        verdict = "reference"
-        if entry.judged_time:
-            verdict = entry.judged_time.verdict.value
-            text += f", {format_speed(entry)}"
-        bars.append(HeadlineBar(entry.label, verdict, weight * milliseconds, scaled_interval, text))
+        bars.append(_build_bar(entry, weight))
     title = "Time per iteration"
     if not have_equal_work:
         title = f"Time for as many tokens as an iteration of {reference.label}"
@@ -290,3 +280,19 @@ def _build_bar_group(members: Sequence[Entry]) -> BarGroup:
     longest = max(bar.interval[1] if bar.interval else bar.time for bar in bars)
     num_left_out = max(0, len(bars) - MAX_ROWS)
     return BarGroup(title, tuple(bars[:MAX_ROWS]), num_left_out, axis=1.02 * longest)
+
+
+def _build_bar(entry: Entry, weight: float) -> HeadlineBar:
+    """Return the bar of a row, with its time multiplied by `weight`."""
+    milliseconds = weight * (entry.time_ms or 0.0)
+    text = f"{number(milliseconds)} ms"
+    scaled_interval = None
+    if entry.interval:
+        low, high = entry.interval
+        scaled_interval = (weight * low, weight * high)
+        text += f" [{interval(*scaled_interval)}]"
+    verdict = "reference"
+    if entry.judged_time:
+        verdict = entry.judged_time.verdict.value
+        text += f", {format_speed(entry)}"
+    return HeadlineBar(entry.label, verdict, milliseconds, scaled_interval, text)
