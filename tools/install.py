@@ -54,15 +54,19 @@ def main(files: Sequence[str]) -> int:
         return 0
     if files[0] == "--beside":
         return install_beside(*files[1:])
-    packages = [package for file in files for package in packages_of(Path(file).read_text())]
+    packages: list[str] = []
+    for file in files:
+        packages += packages_of(Path(file).read_text())
     uv, reason = find_uv()
     if uv is None:
         consequence = "pip installs, in about five times the time"
         print(f"uv is not used ({reason}): {consequence}.", file=sys.stderr)
     installer = Installer(uv)
     torch = next((package for package in packages if package.startswith("torch==")), None)
-    if torch and torch_for_cpus_fits() and installer.torch_for_cpus(torch.split()[0]):
-        packages = without_cuda(packages)
+    if torch and torch_for_cpus_fits():
+        is_installed = installer.torch_for_cpus(torch.split()[0])
+        if is_installed:
+            packages = without_cuda(packages)
     print(f"  {len(packages)} packages of {' and '.join(files)}", file=sys.stderr)
     return installer.install(packages)
 

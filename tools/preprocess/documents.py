@@ -1,6 +1,6 @@
 """Parse blocks of input into documents, and say what is wrong with lines that hold none.
 
-The rules are those of Megatron's script, which reads with Python's `json`. A line is tried with `msgspec` first,
+The rules are taken from Megatron's script, which reads with Python's `json`. A line is tried with `msgspec` first,
 which is fast, and then with `json`. The result for a line depends on that line alone.
 """
 

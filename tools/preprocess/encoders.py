@@ -1,8 +1,8 @@
 """Encode texts into ids: with gigatoken if it knows the tokenizer, else with Hugging Face `tokenizers`.
 
 Libraries have Unicode tables of different years. The tables decide which characters are letters, and thereby where
-GPT-2 cuts a text. Texts with characters that are unassigned in Python's tables are therefore encoded as Megatron
-encodes them: for GPT-2 with the package `regex`, for other tokenizers with `tokenizers`.
+GPT-2 cuts a text. So texts with characters that are unassigned in Python's tables are encoded as Megatron encodes
+them. For GPT-2 that is the package `regex`, for other tokenizers `tokenizers`.
 """
 
 from __future__ import annotations

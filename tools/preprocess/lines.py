@@ -160,7 +160,7 @@ def _next_cut(buffer: bytearray, pieces: Iterator[bytes], longest: int | None) -
 def _read_to_line_end(
     buffer: bytearray, pieces: Iterator[bytes], longest: int | None
 ) -> tuple[int, int]:
-    """Read the rest of a line whose start fills the buffer. The result is that of `_next_cut`."""
+    """Read the rest of a line whose start fills the buffer. The result has the form of `_next_cut`'s result."""
     dropped = 0
     for piece in pieces:
         if longest is not None and len(buffer) > longest:

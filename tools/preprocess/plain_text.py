@@ -1,7 +1,7 @@
 """Read `.txt` files: one document per file, or one per paragraph. Each document becomes a JSON line.
 
-The text of a document is that of the file with `\\n` at the end of each line, without a byte order mark and without
-empty lines at its start and end.
+All lines of a document end in `\\n`. A byte order mark, and empty lines at the start and end of the document, are
+dropped.
 """
 
 from __future__ import annotations

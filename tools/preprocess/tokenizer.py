@@ -208,7 +208,7 @@ def _load_file(file: Path) -> TokenizerSpec:
 def _eos_token(folder: Path) -> str | None:
     """Return the `eos_token` that a file beside the tokenizer.json states, or None if no file states it.
 
-    The files are those that `transformers` reads: tokenizer_config.json, and then special_tokens_map.json.
+    `transformers` reads the same files: tokenizer_config.json, and then special_tokens_map.json.
 
     Raises:
         DatasetError: One of these files is not readable JSON.

@@ -154,7 +154,8 @@ class CapturedModule(msgspec.Struct, frozen=True):
 
 
 class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
-    """Description of a captured rank, with which its tensors are aligned with those of other ranks and runs.
+    """Description of a captured rank. It is needed to align the rank's tensors with the tensors of other ranks and
+    runs.
 
     A pair of numbers is the rank's number in a parallel group, and the group's size. The defaults describe a
     single rank.

@@ -1,9 +1,8 @@
 """Read and verify Megatron's distributed checkpoints (torch_dist).
 
-`.metadata` says which bytes of which file hold each piece of each tensor. A piece is a zip archive that `torch.save`
-wrote, with checksums. If all pieces can be read back, the checkpoint is intact. `.metadata` is a pickle, which is
-read with stand-ins for torch's classes: nothing that it names is imported or executed. Only reading values needs
-torch.
+`.metadata` has the file and the bytes of each piece of each tensor. A piece is a zip archive that `torch.save` wrote,
+with checksums. If all pieces can be read back, the checkpoint is intact. `.metadata` is a pickle, which is read with
+stand-ins for torch's classes: nothing that it names is imported or executed. Only reading values needs torch.
 """
 
 from __future__ import annotations

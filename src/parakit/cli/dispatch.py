@@ -55,14 +55,12 @@ def run_target(
     """
     from parakit.launch import Interrupted, interruptible
 
+    def rewrite_refusal(text: str) -> str:
+        return rewrite_for_parakit(text, find_command(name)) if speaks_options else text
+
     try:
         with interruptible():
-            return _print_refusal(
-                lambda: _run_target(name, arguments, written),
-                (lambda text: rewrite_for_parakit(text, find_command(name)))
-                if speaks_options
-                else str,
-            )
+            return _print_refusal(lambda: _run_target(name, arguments, written), rewrite_refusal)
     except Interrupted:
         print("Interrupted; all ranks have ended.")
         return INTERRUPTED
@@ -145,9 +143,9 @@ def _print_refusal(run: Callable[[], int], rewrite: Callable[[str], str]) -> int
 def call_handler(command: Command, name: str, variables: Namespace) -> int:
     """Call the handler of a command, and return its exit code. A handler that returns None gives exit code 0.
 
-    The names of a handler's parameters decide which values it gets: a variable in lower case, `variables` (all
-    variables), `options` (of a launch), `target` (the command's name), `console`, or an entry of the command's
-    `fixed`. Parameters with other names keep their defaults.
+    The name of a handler's parameter decides which value it gets. A parameter may have the name of a variable in
+    lower case, or of an entry of the command's `fixed`. It may also be `variables` (all variables), `options` (of a
+    launch), `target` (the command's name) or `console`. Parameters with other names keep their defaults.
 
     Raises:
         SettingError: The command is for the host, and this process runs in the kit's container image.
@@ -157,13 +155,13 @@ def call_handler(command: Command, name: str, variables: Namespace) -> int:
             f"'make {name}' is for the host; the kit's image has what training and reports need alone."
         )
     handler = import_function(command.handler)
+    parameters = inspect.signature(handler).parameters
     known: dict[str, Any] = {
         **vars(variables),
         **dict(command.fixed),
         "variables": variables,
         "target": name,
     }
-    parameters = inspect.signature(handler).parameters
     if "options" in parameters:
         from parakit.launch import options_from_namespace
 

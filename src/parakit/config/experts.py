@@ -76,7 +76,7 @@ class ExpertLoad:
         random too.
 
         Args:
-            destinations: Number of ranks or nodes, each of which holds the same number of experts.
+            destinations: Number of ranks or nodes. All of them hold the same number of experts.
         """
         if destinations >= self.groups:
             # Each group is spread over several destinations. The token reaches only those of its
@@ -115,8 +115,8 @@ def parse_expert_load(flags: Flags, imbalance: float = 1.0) -> ExpertLoad:
     A capacity factor below 0 means no capacity, as in Megatron.
 
     Raises:
-        ValueError: The flags force a balanced load although an imbalance is stated, the capacity factor
-            is 0 or infinite, or a token takes more groups of experts than there are.
+        ValueError: The flags force a balanced load although an imbalance is stated. Or the capacity factor is 0 or
+            infinite, or a token takes more groups of experts than there are.
     """
     if imbalance != 1 and flags.has(_FORCED):
         raise ValueError(f"IMBALANCE={imbalance:g} contradicts {_FORCED}; leave one of them out.")

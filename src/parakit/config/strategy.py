@@ -415,8 +415,8 @@ def parallelism_from_flags(arguments: Sequence[str], devices: int) -> Parallelis
 def _parse_virtual_stages(flags: Flags, pipeline: int) -> int:
     """Derive the number of virtual stages per rank, for flags that do not state it directly.
 
-    The number follows from the layers per virtual stage, from the number that Megatron prints in a log, or from
-    the layout of the pipeline, in this order. Without any of these it is 1.
+    The layers per virtual stage decide the number. Without them, the number is the one that Megatron prints in a log,
+    or else the one of the pipeline's layout. Without any of these it is 1.
     """
     stages = parse_stage_split(flags)
     layers_per_virtual_stage = flags.integer("--num-layers-per-virtual-pipeline-stage")
@@ -501,8 +501,8 @@ def _parse_sharding(flags: Flags) -> Sharding:
 def _parse_grammar(text: str, devices: int, expert_tensor: int) -> Parallelism:
     """Return the parallelism that the name of a strategy means.
 
-    `devices` counts only where the name leaves the number of ranks open: a sharding alone, such as `zero1`, and
-    experts without a DP in the name.
+    `devices` counts only if the name leaves the number of ranks open. That is so for a sharding alone, such as
+    `zero1`, and for experts without a DP in the name.
 
     Raises:
         StrategyError: The name is not in the grammar.

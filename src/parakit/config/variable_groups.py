@@ -1,8 +1,8 @@
 """Groups of make's variables that several packages use: the variables of a training target and of `plan`.
 
-`src/parakit/cli/commands.py` lists them for its commands. `launch.Options` and `planner.PlanOptions` read their values.
-A variable that has another meaning, kind or default in a command is described here, or in the command's own entry if
-no other package uses it. This module must run on every Python from 3.6 on, as `settings.py`.
+`src/parakit/cli/commands.py` lists them for its commands. `launch.Options` and `planner.PlanOptions` read their
+values. A variable may have another meaning, kind or default in a command. It is described here, or in the command's
+entry if no other package uses it. This module must run on every Python from 3.6 on, as `settings.py`.
 """
 
 from typing import Any

@@ -1,8 +1,8 @@
 """Lock the working folder `PREFIX.partial` of a data set, and give the finished files their final names.
 
-A preprocessing run or a merge writes into the working folder. `publish` renames the result and removes the
-folder. If the process is killed at any moment, the disk holds one of three states: nothing, finished parts
-from which the same command resumes, or the finished data sets.
+A preprocessing run or a merge writes into the working folder. `publish` renames the result and removes the folder.
+The process may be killed at any moment. The disk then holds nothing, or finished parts from which the same command
+resumes, or the finished data sets.
 """
 
 from __future__ import annotations

@@ -243,9 +243,9 @@ def _map_index_array(path: Path, dtype: str, *, offset: int, count: int) -> IntA
 def hash_file(path: Path) -> str:
     """Return the SHA-256 of a file in hexadecimal.
 
-    If the file is larger than FULLY_HASHED_BYTES, the hash covers its size and `_NUM_SAMPLES` ranges of
-    1 MiB, spread from its first to its last byte, and the result starts with `sampled-`. An unchanged file
-    is read once per process.
+    A file larger than FULLY_HASHED_BYTES is not read completely. Its hash covers its size and `_NUM_SAMPLES` ranges
+    of 1 MiB, spread from the first to the last byte, and starts with `sampled-`. An unchanged file is read once per
+    process.
     """
     status = path.stat()
     return _hash_unchanged_file(path, status.st_size, status.st_mtime_ns)

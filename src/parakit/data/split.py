@@ -1,8 +1,8 @@
 """Compute how Megatron divides a data set by `--split`, and how many samples and epochs a run draws.
 
-`--split` has up to three weights, such as `949,50,1`, for the training, validation and test part. Megatron
-divides the sequences of the data set, not its documents. Within a part, a sample is `seq_length` consecutive
-tokens, plus one more token that is only predicted; an epoch is one pass over all tokens of the part.
+`--split` has up to three weights, such as `949,50,1`, for the training, validation and test part. Megatron divides
+the sequences of the data set, not its documents. A sample is `seq_length` consecutive tokens of a part, plus one more
+token that is only predicted. An epoch is one pass over all tokens of the part.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ class DatasetPart:
     def is_unusable(self, seq_length: int, evaluates: bool) -> bool:
         """Return True if Megatron fails on this part before the first iteration.
 
-        Megatron repeats a part until it has all requested samples, and never ends if the part has no
-        tokens. Without evaluation (`--eval-iters 0`), Megatron requests 0 samples of the validation and
-        test parts, still builds one epoch of them, and stops if that epoch has no whole sample.
+        Megatron repeats a part until it has all requested samples, and never ends if the part has no tokens. Without
+        evaluation (`--eval-iters 0`), Megatron requests 0 samples of the validation and test parts. It still builds
+        one epoch of them, and stops if that epoch has no complete sample.
         """
         if self.weight == 0:
             return False

@@ -59,23 +59,24 @@ def run_named_experiment(
             experiment has no prediction, or DTYPE= or JSON= is set without GPU=.
         ValueError: The prediction fails.
     """
+    arguments = variables or Namespace()
     if is_tutorial(name):
-        return run_tutorial(name, variables or Namespace(), options, console)
-    if getattr(variables, "chapter", None):
+        return run_tutorial(name, arguments, options, console)
+    if getattr(arguments, "chapter", None):
         raise LaunchError(f"CHAPTER= is of the tutorial, not of {name}; add NAME=tutorial.")
-    if variables is not None and getattr(variables, "gpu", None):
+    if getattr(arguments, "gpu", None):
         if name not in PREDICTIONS:
             raise LaunchError(
                 f"GPU= predicts the experiments {joined([*PREDICTIONS, 'tutorial'])}, not {name}; leave it out."
             )
-        return PREDICTIONS[name](variables)
+        return PREDICTIONS[name](arguments)
     for variable in ("dtype", "json"):
-        if getattr(variables, variable, None):
+        if getattr(arguments, variable, None):
             raise LaunchError(
                 f"{variable.upper()}= applies only to the prediction of an experiment; add the device to "
                 "predict, such as GPU=a100-80g."
             )
-    target = getattr(variables, "target", None)
+    target = getattr(arguments, "target", None)
     trained = parse_target(target) if target else None
     return _run_experiment(load_experiment(name, options, model, trained), console)
 

@@ -238,7 +238,8 @@ class _Loader:
         )
 
     def _choose_entries(self, entries: Sequence[_CellEntry]) -> list[_CellEntry]:
-        """Return the entries whose labels are in `only`; without `only`, all but those with `on_request`.
+        """Return the entries with a label in `only`. Without `only`, return all entries except the entries with
+        `on_request`.
 
         Raises:
             LaunchError: `only` names a label that no entry has.
@@ -319,8 +320,8 @@ class _Loader:
     def _merge_base(self, entry: _CellEntry) -> dict[str, Any]:
         """Return the fields of `Options` that an entry and its base set. The entry's values replace those of the base.
 
-        FUSED= is the union of both, without the patch in the entry's `without`. EXTRA= is that of the base followed
-        by that of the entry.
+        FUSED= is the union of both, without the patch in the entry's `without`. EXTRA= has the flags of the base, and
+        then the flags of the entry.
 
         Raises:
             LaunchError: The file has no such base.

@@ -1,9 +1,9 @@
 """Train the cells of an experiment one after another, and find runs that were made before.
 
 A "cell" is one combination of model, strategy, devices and options that an experiment trains, once or several times.
-A cell that fails does not stop the others. `parakit.artifacts.identity` decides which finished run can be used in place
-of which launch.
-`LAUNCHER=slurm make sweep` submits the missing runs as job arrays, one per number and kind of devices.
+A cell that fails does not stop the others. `parakit.artifacts.identity` decides whether a finished run can be used in
+place of a launch. `LAUNCHER=slurm make sweep` submits the missing runs as job arrays, one per number and kind of
+devices.
 """
 
 from __future__ import annotations
@@ -297,8 +297,8 @@ def find_disturbance(folder: Path) -> Disturbance:
 def order_repeats(cells: Sequence[Cell]) -> list[tuple[int, Cell]]:
     """Return all repeats of all cells in the order of training, as pairs of the repeat's number (from 1) and the cell.
 
-    Cells with most repeats come first, with all of their repeats. Among cells with equally many repeats, each is
-    trained once before any is trained again, so that a slow drift of the machine affects all of them.
+    Cells with most repeats come first, with all of their repeats. Cells with equally many repeats take turns: each is
+    trained once before any is trained again. So a slow drift of the machine affects all of them.
     """
     steps: list[tuple[int, Cell]] = []
     for num_repeats in sorted({cell.repeats for cell in cells}, reverse=True):

@@ -82,8 +82,9 @@ class Table[R]:
         words are broken, but numbers are not. If it is still too narrow, numbers are broken too. If `width` is
         None, every column is as wide as its longest text.
 
-        rich's own widths are not used. In a terminal that is too narrow for all words, rich 15 cuts characters off
-        the columns that must not wrap: at 62 characters `1,234.5` became `1,23`, and at 55 the column was gone.
+        The widths that rich chooses are not used. In a terminal that is too narrow for all words, rich 15 cuts
+        characters off the columns that must not wrap. At 62 characters `1,234.5` became `1,23`, and at 55 the column
+        was gone.
         """
         longest_texts = [max(map(len, texts)) for texts in self._texts_by_column]
         if width is None:
@@ -277,10 +278,10 @@ def rich_table(table: Table[Any], width: int | None = None) -> RichTable:
 def readable_table(table: TextTable, width: int) -> RenderableType:
     """Return a table for a terminal of `width` characters: as columns, or as paragraphs if the terminal is narrow.
 
-    Paragraphs are used if a word would not fit into its column, or if a column under NARROW characters would
-    need more than three lines for a cell. Consecutive rows with the same first cell get this cell as their
-    heading. Each row is one paragraph under the heading, in which each cell follows the name of its column.
-    Cells that are empty or a dash are left out.
+    Paragraphs are used if a word would not fit into its column. They are also used if a cell in a column under NARROW
+    characters would need more than three lines. Consecutive rows with the same first cell get this cell as their
+    heading. Each row is one paragraph under the heading, in which each cell follows the name of its column. Cells
+    that are empty or a dash are left out.
     """
     wrapping_table = table.wrapping()
     width_for_whole_words = sum(wrapping_table.least()) + COLUMN_GAP * len(table.header)

@@ -62,9 +62,8 @@ class SplitSamples:
         samples_before_last_epoch = count_samples(epochs - 1, tokens_per_epoch, seq_length)
         samples_per_epoch = count_samples(1, tokens_per_epoch, seq_length)
         samples_of_last_epoch = samples - samples_before_last_epoch
-        is_last_separate = epochs > 1 and samples_of_last_epoch < int(
-            SEPARATE_LAST_EPOCH_BELOW * samples_per_epoch
-        )
+        fewest_to_mix = int(SEPARATE_LAST_EPOCH_BELOW * samples_per_epoch)
+        is_last_separate = epochs > 1 and samples_of_last_epoch < fewest_to_mix
         random = np.random.RandomState(seed)
         self._documents = _order_documents(
             documents, epochs, is_last_separate=is_last_separate, random=random

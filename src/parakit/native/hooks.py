@@ -133,25 +133,40 @@ class Taps:
         if name_and_slots is None:
             return
         full_name, slots = name_and_slots
-        input_names = _name_inputs(full_name, slots, module)
-        output_names = _name_outputs(full_name, slots)
-
-        def tap_inputs(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-            """Return the arguments after the sink has seen, and perhaps replaced, the named ones."""
-            pairs = zip(args, input_names, strict=False)
-            tapped = [self._tap(argument, names, slots.form) for argument, names in pairs]
-            return (*tapped, *args[len(tapped) :])
-
-        def tap_output(_: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-            """Return the output after the sink has seen, and perhaps replaced, it."""
-            value = output.detach()
-            if slots.bias_apart and isinstance(module, nn.Linear) and module.bias is not None:
-                value = linear(args[0].detach(), module.weight.detach())
-            return self._tap(output, output_names, slots.form, value)
-
+        tap_inputs = partial(self._tap_inputs, _name_inputs(full_name, slots, module), slots.form)
         self._handles.append(module.register_forward_pre_hook(tap_inputs))
+        output_names = _name_outputs(full_name, slots)
         if output_names:
+            tap_output = partial(self._tap_output, output_names, slots)
             self._handles.append(module.register_forward_hook(tap_output))
+
+    def _tap_inputs(
+        self,
+        names_by_argument: Sequence[Sequence[str]],
+        form: Form,
+        _: nn.Module,
+        args: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """Return a module's arguments after the sink has seen, and perhaps replaced, those with names."""
+        tapped = []
+        for argument, names in zip(args, names_by_argument, strict=False):
+            tapped.append(self._tap(argument, names, form))
+        return (*tapped, *args[len(tapped) :])
+
+    def _tap_output(
+        self,
+        names: Sequence[str],
+        slots: ModuleSlots,
+        module: nn.Module,
+        args: tuple[Tensor, ...],
+        output: Tensor,
+    ) -> Tensor:
+        """Return a module's output after the sink has seen, and perhaps replaced, it."""
+        value = output.detach()
+        if slots.bias_apart and isinstance(module, nn.Linear) and module.bias is not None:
+            # Megatron returns the bias of this layer separately, so its output is without it.
+            value = linear(args[0].detach(), module.weight.detach())
+        return self._tap(output, names, slots.form, value)
 
     def place(self, name: str, module: nn.Module) -> tuple[str, ModuleSlots] | None:
         """Return the name and the slots of a module in Megatron. None means that Megatron has no equal tensors."""

@@ -132,9 +132,9 @@ class MuonAdamW(torch.optim.Optimizer):
 def muon_adamw(model: nn.Module, settings: Settings) -> MuonAdamW:
     """Return the optimizer of `--optimizer muon` for a model.
 
-    Under `--muon-rule pytorch`, Muon updates the matrices that `muon_parameters` returns, with the learning
-    rate `--lr` and without weight decay. AdamW updates all other parameters with `--decoupled-lr` and
-    `--weight-decay`. Under `--muon-rule megatron`, the result is that of `_build_megatron_muon`.
+    Under `--muon-rule pytorch`, Muon updates the matrices that `muon_parameters` returns, with the learning rate
+    `--lr` and without weight decay. AdamW updates all other parameters with `--decoupled-lr` and `--weight-decay`.
+    Under `--muon-rule megatron`, `_build_megatron_muon` builds the optimizer.
 
     Exit with one sentence if this PyTorch has no Muon.
     """

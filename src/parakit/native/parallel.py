@@ -258,7 +258,7 @@ def start_ranks(settings: Settings) -> RankLayout:
 
 
 def end_ranks(settings: Settings) -> None:
-    """Destroy all process groups, under DeepSpeed also those that DeepSpeed made."""
+    """Destroy all process groups. With DeepSpeed, the groups that DeepSpeed made are destroyed too."""
     if settings.engine == "deepspeed":
         import deepspeed
 
@@ -318,7 +318,7 @@ def keep_local_experts(model: nn.Module, groups: ExpertGroups) -> list[nn.Parame
 def average_experts(parameters: Sequence[nn.Parameter], groups: ExpertGroups) -> None:
     """Average the gradients of this rank's experts in place.
 
-    Gradients are summed over the replicas of the experts, and divided by the number of all ranks, because the
+    Gradients are summed over the replicas of the experts. They are divided by the number of all ranks, because the
     tokens of all ranks have reached the experts. Parameters without a gradient are left out.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -362,7 +362,7 @@ def _run_remote_experts(
 
 
 class _AllToAllRows(torch.autograd.Function):
-    """All-to-all of rows, whose backward pass sends the gradients the opposite way."""
+    """All-to-all of rows. Its backward pass sends the gradients the opposite way."""
 
     @staticmethod
     def forward(

@@ -1,10 +1,10 @@
 """Run pipeline parallelism by PyTorch's schedules, and by PipeDream's, which PyTorch does not have.
 
 `ScheduledPipeline` runs GPipe, 1F1B and interleaved 1F1B of `torch.distributed.pipelining`. `StashingPipeline` runs
-1F1B without flushes: each batch uses one version of the weights on a stage, in its forward and its backward pass,
-while updates make newer versions (PipeDream, arXiv:1806.03377 section 3.3). With two versions this is PipeDream-2BW,
-and with flushes PipeDream-Flush (arXiv:2006.09503 section 3). Every rank is one position in the pipeline, and only
-the last rank knows the loss.
+1F1B without flushes (PipeDream, arXiv:1806.03377 section 3.3). Forward and backward of a batch use one version of a
+stage's weights, while updates make newer versions. With two versions this is PipeDream-2BW, and with flushes
+PipeDream-Flush (arXiv:2006.09503 section 3). Every rank is one position in the pipeline, and only the last rank knows
+the loss.
 """
 
 from __future__ import annotations
@@ -179,22 +179,12 @@ class ScheduledPipeline(_Pipeline):
 
         num_stages = len(stages) * ranks.pipeline_size
         group = _make_pipeline_group()
+        # A rank has every n-th stage, where n is the number of ranks.
         stage_indices = range(ranks.pipeline_rank, num_stages, ranks.pipeline_size)
-        timed_stages: Any = [
-            TimedStage(stage, index, num_stages, ranks.device, group=group)
-            for index, stage in zip(stage_indices, stages, strict=True)
-        ]
-        micro_batches = settings.global_batch_size // settings.micro_batch_size
-        schedule = PipelineSchedule(settings.pipeline_schedule)
-        self._schedule: Any
-        if schedule is PipelineSchedule.INTERLEAVED:
-            self._schedule = pipelining.ScheduleInterleaved1F1B(
-                timed_stages, micro_batches, mean_loss
-            )
-        elif schedule is PipelineSchedule.GPIPE:
-            self._schedule = pipelining.ScheduleGPipe(timed_stages[0], micro_batches, mean_loss)
-        else:
-            self._schedule = pipelining.Schedule1F1B(timed_stages[0], micro_batches, mean_loss)
+        timed_stages: list[Any] = []
+        for index, stage in zip(stage_indices, stages, strict=True):
+            timed_stages.append(TimedStage(stage, index, num_stages, ranks.device, group=group))
+        self._schedule = _build_schedule(settings, timed_stages)
         self._updates = 0
 
     def forward_backward(self, batches: Sequence[MicroBatch]) -> Tensor:
@@ -220,6 +210,20 @@ class ScheduledPipeline(_Pipeline):
         self._updates += 1
         self._recorder.end_step()
         return update
+
+
+def _build_schedule(settings: Settings, stages: list[Any]) -> Any:
+    """Return PyTorch's schedule of the run. Only under interleaved 1F1B does a rank have several stages."""
+    from torch.distributed import pipelining
+
+    micro_batches = settings.global_batch_size // settings.micro_batch_size
+    match PipelineSchedule(settings.pipeline_schedule):
+        case PipelineSchedule.INTERLEAVED:
+            return pipelining.ScheduleInterleaved1F1B(stages, micro_batches, mean_loss)
+        case PipelineSchedule.GPIPE:
+            return pipelining.ScheduleGPipe(stages[0], micro_batches, mean_loss)
+        case _:
+            return pipelining.Schedule1F1B(stages[0], micro_batches, mean_loss)
 
 
 @dataclass

@@ -124,7 +124,7 @@ def _has_evaluations(settings: Settings) -> bool:
 class Evaluator:
     """Validation as in Megatron, on documents that training does not use. It also measures next-token accuracy.
 
-    Each evaluation reads the validation samples that follow those of the previous evaluation.
+    Each evaluation reads the next validation samples, after the samples of the previous evaluation.
     """
 
     def __init__(self, settings: Settings, ranks: RankLayout) -> None:

@@ -1,8 +1,8 @@
 """Map this backend's parameter names to Megatron's, and load initial weights from a checkpoint.
 
 The initial weights are a torch_dist checkpoint (PyTorch's distributed checkpoint format). Megatron stacks equal
-layers in it: one tensor [layers, …] holds a weight of all layers, and one tensor [layers, experts, …] holds a
-weight of all experts.
+layers in it. One tensor [layers, …] holds a weight of all layers. One tensor [layers, experts, …] holds a weight of
+all experts.
 """
 
 from __future__ import annotations

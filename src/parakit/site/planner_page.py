@@ -3,7 +3,7 @@
 `python -m parakit.site.planner_page FOLDER` writes static files, and no server computes. Pyodide, which runs Python
 in the browser, comes from the npm registry. The WebAssembly wheel of msgspec comes from the Python package index.
 Both have the versions below, and nothing of either is in the repository. The kit itself is its wheel. The Python
-files of PyYAML and rich are those of the running environment.
+files of PyYAML and rich are copied from the running environment.
 """
 
 from __future__ import annotations

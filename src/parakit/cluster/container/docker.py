@@ -1,7 +1,7 @@
 """Wrap a command in `docker run` or `podman run`, and ask the engine how a container ended.
 
 `checks/docker.py` and `checks/podman.py` check whether this machine has what a container needs. Podman takes Docker's
-options but for the few that `PodmanContainer` states.
+options, except for the few that `PodmanContainer` states.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class PodmanContainer(Container):
 def bind_mount(path: Path) -> str:
     """Return the value of `--mount` that mounts a folder at the same path in a container.
 
-    docker reads the value as CSV, so a path with commas is quoted. `--mount` is used because, unlike
-    `--volume`, it accepts colons and refuses a missing folder instead of making it.
+    The engine reads the value as CSV, so a path with commas is quoted. `--mount` accepts colons, and refuses a
+    missing folder. `--volume` accepts no colons, and would make the folder.
     """
     line = io.StringIO()
     csv.writer(line).writerow(("type=bind", f"source={path}", f"target={path}"))
@@ -322,13 +322,17 @@ def query_container_end(container: str, since: float, program: str = "docker") -
     events = [json.loads(line) for line in output.out.splitlines()]
     if program == "podman":
         return _end_from_podman_events(container, events)
-    kills = [event["Actor"]["Attributes"] for event in events if event["Action"] == "kill"]
-    return ContainerEnd(
-        container,
-        program,
-        signals=tuple(int(attributes["signal"]) for attributes in kills),
-        out_of_memory=any(event["Action"] == "oom" for event in events),
-    )
+    return _end_from_docker_events(container, events)
+
+
+def _end_from_docker_events(container: str, events: Sequence[Mapping[str, Any]]) -> ContainerEnd:
+    """Return how a container ended by Docker's events: the signals, and whether memory ran out."""
+    signals: list[int] = []
+    for event in events:
+        if event["Action"] == "kill":
+            signals.append(int(event["Actor"]["Attributes"]["signal"]))
+    out_of_memory = any(event["Action"] == "oom" for event in events)
+    return ContainerEnd(container, "docker", signals=tuple(signals), out_of_memory=out_of_memory)
 
 
 def _end_from_podman_events(container: str, events: Sequence[Mapping[str, Any]]) -> ContainerEnd:

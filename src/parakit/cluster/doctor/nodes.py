@@ -64,7 +64,7 @@ def main() -> int:
     """Print the checks of every node, the nodes that differ, and the all-reduce between the nodes.
 
     Returns:
-        0 if no check fails and all nodes have the same results; 1 if a check fails or a node differs; 2 if the nodes
+        0 if no check fails and all nodes have the same results. 1 if a check fails or a node differs. 2 if the nodes
         could not be asked.
     """
     console = Console()
@@ -214,9 +214,9 @@ def _list_other_findings(node: str, results: Mapping[str, CheckResult]) -> str:
 def _find_differing_nodes(results: Mapping[str, CheckResult]) -> tuple[list[str], str]:
     """Return the nodes whose result of one check differs, and the usual finding.
 
-    If all results are measured values, nodes far from the median differ. Otherwise nodes differ whose finding is
-    not that of the majority; without a majority, all nodes differ. The usual finding is that of the first node
-    that does not differ. It is an empty text if all nodes differ.
+    If all results are measured values, nodes far from the median differ. Otherwise the finding of most nodes is
+    usual, and nodes with another finding differ. Without a majority, all nodes differ. For measured values, the usual
+    finding is the finding of the first node that does not differ. The usual finding is empty if all nodes differ.
 
     Args:
         results: The results of one check, by node.

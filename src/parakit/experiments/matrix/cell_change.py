@@ -346,8 +346,9 @@ def compare_parameters(old: Mapping[str, int], new: Mapping[str, int]) -> str:
     """Return the first rank with another number of parameters as a sentence; empty if there is none."""
     for rank in sorted(old.keys() | new.keys()):
         if old.get(rank) != new.get(rank):
-            numbers = [f"{run[rank]:,}" if rank in run else "none" for run in (old, new)]
-            return f"{numbers[1]} on {rank} instead of {numbers[0]}"
+            old_number = f"{old[rank]:,}" if rank in old else "none"
+            new_number = f"{new[rank]:,}" if rank in new else "none"
+            return f"{new_number} on {rank} instead of {old_number}"
     return ""
 
 
@@ -363,43 +364,43 @@ def compare_losses(old: Sequence[float | None], new: Sequence[float | None]) -> 
 
 def compare_calls(old: Mapping[CallKind, CallTotal], new: Mapping[CallKind, CallTotal]) -> str:
     """Return the kinds of calls that differ most in bytes, at most SHOWN_CALLS; empty if all are equal."""
-    different = [
-        kind
-        for kind in sorted(old.keys() | new.keys())
-        if old.get(kind, NO_CALLS) != new.get(kind, NO_CALLS)
-    ]
+    totals: dict[CallKind, tuple[CallTotal, CallTotal]] = {}
+    for kind in sorted(old.keys() | new.keys()):
+        old_total, new_total = old.get(kind, NO_CALLS), new.get(kind, NO_CALLS)
+        if old_total != new_total:
+            totals[kind] = (old_total, new_total)
 
     def count_changed_bytes(kind: CallKind) -> int:
-        return abs(new.get(kind, NO_CALLS).payload_bytes - old.get(kind, NO_CALLS).payload_bytes)
+        old_total, new_total = totals[kind]
+        return abs(new_total.payload_bytes - old_total.payload_bytes)
 
-    different.sort(key=count_changed_bytes, reverse=True)
-    sentences = [
-        f"{kind.text}: {new.get(kind, NO_CALLS).text} instead of {old.get(kind, NO_CALLS).text}"
-        for kind in different[:SHOWN_CALLS]
-    ]
-    num_hidden = len(different) - len(sentences)
+    sentences = []
+    for kind in sorted(totals, key=count_changed_bytes, reverse=True)[:SHOWN_CALLS]:
+        old_total, new_total = totals[kind]
+        sentences.append(f"{kind.text}: {new_total.text} instead of {old_total.text}")
+    num_hidden = len(totals) - len(sentences)
     if num_hidden:
         sentences.append(f"and {plural(num_hidden, 'further kind')} of calls")
     return ", ".join(sentences)
 
 
 def compare_memory(old: Sequence[RankMemory], new: Sequence[RankMemory]) -> str:
-    """Return the change of the rank whose peak memory changed most, with its categories, as a sentence.
+    """Return a sentence on the rank with the largest change of peak memory, with the changes of its categories.
 
     The sentence is empty if no peak changed by SMALLEST_MEMORY_CHANGE or more.
     """
     old_by_rank = {memory.rank: memory for memory in old}
     new_by_rank = {memory.rank: memory for memory in new}
     common = sorted(old_by_rank.keys() & new_by_rank.keys())
-
-    def count_added_bytes(rank: int) -> int:
-        return new_by_rank[rank].peak_bytes - old_by_rank[rank].peak_bytes
-
-    rank = max(common, key=lambda rank: abs(count_added_bytes(rank)), default=None)
-    if rank is None:
+    if not common:
         return ""
+
+    def measure_change(rank: int) -> int:
+        return abs(new_by_rank[rank].peak_bytes - old_by_rank[rank].peak_bytes)
+
+    rank = max(common, key=measure_change)
     before, after = old_by_rank[rank], new_by_rank[rank]
-    if abs(count_added_bytes(rank)) < SMALLEST_MEMORY_CHANGE * before.peak_bytes:
+    if measure_change(rank) < SMALLEST_MEMORY_CHANGE * before.peak_bytes:
         return ""
     categories = []
     for category in sorted(before.categories.keys() | after.categories.keys()):

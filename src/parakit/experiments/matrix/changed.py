@@ -129,7 +129,7 @@ def list_compared_cells(
 ) -> list[MatrixCell]:
     """Return the cells to compare: each layout as it is, and each level in the first layout that can have it.
 
-    Each cell has at most one level and those that it needs, so that a change shows which feature it belongs to.
+    Each cell has at most one level, with the levels that it needs, so that a change shows its feature.
 
     Args:
         matrix: The matrix of all families.
@@ -144,13 +144,13 @@ def list_compared_cells(
         # Names are checked against the full matrix, which the first selection has.
         names = (features, layouts) if index == 0 else ((), ())
         matrix = replace(matrix, families=select_families(matrix, release, *names))
-    exclusions = tuple(
-        exclusion
-        for exclusion in matrix.exclusions
-        if not exclusion.release
-        or exclusion.release in {f"{release.major}.{release.minor}" for release in releases}
-    )
-    matrix = replace(matrix, exclusions=exclusions)
+    release_names = {f"{release.major}.{release.minor}" for release in releases}
+    exclusions = []
+    for exclusion in matrix.exclusions:
+        # An exclusion without a release holds in all releases.
+        if not exclusion.release or exclusion.release in release_names:
+            exclusions.append(exclusion)
+    matrix = replace(matrix, exclusions=tuple(exclusions))
     cells: dict[str, MatrixCell] = {}
     for family in matrix.families:
         for _, cell in list_component_cells(matrix, family):
@@ -197,10 +197,8 @@ def compare_versions(variables: Namespace, options: Options, console: Console) -
     with ExitStack() as stack:
         temporary = tempfile.TemporaryDirectory(dir=pages, prefix=".work-")
         work = ROOT / stack.enter_context(temporary)
-        old, new = (
-            stack.enter_context(open_version(variable, name, options.megatron_lm, work))
-            for variable, name in (("A", variables.a), ("B", variables.b))
-        )
+        old = stack.enter_context(open_version("A", variables.a, options.megatron_lm, work))
+        new = stack.enter_context(open_version("B", variables.b, options.megatron_lm, work))
         cells = list_compared_cells(
             load_matrix(),
             (old.release, new.release),
@@ -226,7 +224,8 @@ def compare_versions(variables: Namespace, options: Options, console: Console) -
     if len(changes) < len(cells):
         say(console, "The time is over; the same command continues.")
     say(console, f"→ {relative_to_root(page)}")
-    return int(any(change.status is ChangeStatus.CHANGED for change in changes))
+    has_changes = any(change.status is ChangeStatus.CHANGED for change in changes)
+    return 1 if has_changes else 0
 
 
 @contextmanager
@@ -297,17 +296,14 @@ def write_changes_page(
         changes: The compared cells.
         num_cells: Number of requested cells, compared or not.
     """
-    lines = []
-    cells_by_finding: dict[str, list[str]] = {}
+    lines: list[tuple[str, str, str]] = []
+    runs_in_neither: list[tuple[str, str]] = []
+    not_compared: list[tuple[str, str]] = []
     for change in changes:
-        sentences = change.sentences.items()
-        lines += [(change.name, str(aspect), sentence) for aspect, sentence in sentences]
-        for finding in change.findings if change.sentences else ():
-            cells_by_finding.setdefault(finding, []).append(change.name)
-    neither, not_compared = [], []
-    for change in changes:
+        for aspect, sentence in change.sentences.items():
+            lines.append((change.name, str(aspect), sentence))
         if change.status is ChangeStatus.RUNS_IN_NEITHER:
-            neither.append((change.name, change.reason))
+            runs_in_neither.append((change.name, change.reason))
         elif change.reason:
             not_compared.append((change.name, change.reason))
     template = environment(_TEMPLATES).overlay(autoescape=False).get_template("changed.md.j2")
@@ -319,11 +315,22 @@ def write_changes_page(
         num_cells=num_cells,
         counts=count_statuses(changes),
         lines=lines,
-        findings=[(name, "; ".join(cells)) for name, cells in cells_by_finding.items()],
-        neither=neither,
+        findings=_list_cells_by_finding(changes),
+        neither=runs_in_neither,
         not_compared=not_compared,
         rows=markdown_rows,
     )
     path = folder / f"changed-{old.name}-{new.name}.md"
     write_atomically(path, text.encode())
     return path
+
+
+def _list_cells_by_finding(changes: Iterable[CellChange]) -> list[tuple[str, str]]:
+    """Return each sentence on a known finding with the names of the changed cells that show the finding."""
+    cells_by_finding: dict[str, list[str]] = {}
+    for change in changes:
+        if not change.sentences:
+            continue
+        for finding in change.findings:
+            cells_by_finding.setdefault(finding, []).append(change.name)
+    return [(finding, "; ".join(cells)) for finding, cells in cells_by_finding.items()]

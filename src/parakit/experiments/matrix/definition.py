@@ -1,8 +1,8 @@
 """Read `examples/matrix.yaml`: families of models with their features, strategies, and what excludes what.
 
-A *feature* of a family (also called factor, as in the file) has several *levels*, of which the first is the
-model's default. A *layout* is a strategy with the flags that the strategy needs. An *exclusion* says which levels
-cannot be combined.
+A *feature* of a family (also called factor, as in the file) has several *levels*. The first level is the model's
+default. A *layout* is a strategy with the flags that the strategy needs. An *exclusion* says which levels cannot be
+combined.
 """
 
 from __future__ import annotations

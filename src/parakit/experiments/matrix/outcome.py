@@ -144,7 +144,7 @@ def classify_reason(reason: str) -> CellStatus:
 def summarise_judgement(judgement: Judgement) -> dict[str, Any]:
     """Return the fields of a `CellRecord` that a judgement decides: status, first wrong tensor, errors by stage.
 
-    An infinite error becomes None; the largest errors of a stage are those of its finite ones.
+    An infinite error becomes None. The largest error of a stage is the largest finite one.
     """
     verdict = judgement.verdict
     record_fields = {name: getattr(verdict, name) for name in _VERDICT_FIELDS}

@@ -249,12 +249,11 @@ def _describe_crossing(
 ) -> str:
     """Return which side overtakes the other between two sizes, and at how many parameters."""
     winner, loser = _order_by_speed(large, name, other_name)
-    between = [
-        comparison
-        for comparison in comparisons
-        if comparison.time.verdict is not TimeVerdict.UNKNOWN
-        and small.parameters <= comparison.parameters <= large.parameters
-    ]
+    between: list[SizeComparison] = []
+    for comparison in comparisons:
+        is_between = small.parameters <= comparison.parameters <= large.parameters
+        if is_between and comparison.time.verdict is not TimeVerdict.UNKNOWN:
+            between.append(comparison)
     size, low, high = (parameters(round(value)) for value in estimate_crossover(between))
     return (
         f"{winner} overtakes {loser} at {size} parameters [{low}, {high}], between {small.text} "

@@ -1,7 +1,7 @@
 """Compare pipelines with and without flushes: losses, weight versions, bubble, time and memory.
 
-A pipeline with flushes computes what one device computes. One without flushes (asynchronous, as PipeDream) computes
-with stale weights, of which each stage may hold several versions.
+A pipeline with flushes computes what one device computes. A pipeline without flushes (asynchronous, as PipeDream)
+computes with stale weights. Each stage may hold several versions of its weights.
 """
 
 from __future__ import annotations

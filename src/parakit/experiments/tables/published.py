@@ -41,7 +41,7 @@ def refuse_few_iterations(experiment: Experiment) -> None:
 def announce_published(launches: Sequence[Launch]) -> str:
     """Return what is about to happen: runs to make, iterations, minutes and disk.
 
-    Minutes are those of the published hardware; a strategy without a published run counts as baseline.
+    Minutes are counted on the published hardware. A strategy without a published run counts as baseline.
     """
     figures = {figure.strategy: figure for figure in load_published().figures_of(MAIN_SOURCE)}
     runs = launches[0].job.options.runs

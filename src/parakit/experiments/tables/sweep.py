@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -170,24 +171,26 @@ def _make_columns(results: Sequence[SweptCell]) -> tuple[Column[SweptCell], ...]
             return ""
         return _compare_with_reference(reference, cell)
 
+    def estimate_processor_time(cell: SweptCell) -> Estimate | None:
+        return _use_processor_time(cell).estimate
+
+    def get_loss(cell: SweptCell) -> float | None:
+        return cell.row.final_loss if cell.row else None
+
     return (
-        Column("Model", lambda cell: cell.job.model.name),
-        Column("Parameters", lambda cell: cell.parameters, parameters),
-        Column("Devices", lambda cell: cell.job.device_suffix),
-        Column("Strategy", lambda cell: cell.job.strategy),
-        Column("Batch (micro/global)", lambda cell: str(cell.result.launch.spec.batch)),
-        Column("Backend", lambda cell: cell.backend),
-        Column("ms/iteration [95%]", lambda cell: cell.estimate, _format_time),
-        Column(
-            "Processor ms, all ranks [95%]",
-            lambda cell: _use_processor_time(cell).estimate,
-            _format_time,
-        ),
-        Column("Tokens/s", lambda cell: cell.tokens_per_second, number),
+        Column("Model", attrgetter("job.model.name")),
+        Column("Parameters", attrgetter("parameters"), parameters),
+        Column("Devices", attrgetter("job.device_suffix")),
+        Column("Strategy", attrgetter("job.strategy")),
+        Column("Batch (micro/global)", attrgetter("result.launch.spec.batch")),
+        Column("Backend", attrgetter("backend")),
+        Column("ms/iteration [95%]", attrgetter("estimate"), _format_time),
+        Column("Processor ms, all ranks [95%]", estimate_processor_time, _format_time),
+        Column("Tokens/s", attrgetter("tokens_per_second"), number),
         Column("Against the first backend", compare_with_first),
-        Column("Loss", lambda cell: cell.row and cell.row.final_loss, loss),
+        Column("Loss", get_loss, loss),
         Column("Runs", lambda cell: len(cell.result.runs), count),
-        Column("Notes", lambda cell: cell.result.failure),
+        Column("Notes", attrgetter("result.failure")),
     )
 
 

@@ -41,8 +41,8 @@ def load_chapter(
         model: MODEL=, the small model of CPU ranks; None takes gpt2-tiny, and moe-tiny for mixtures.
 
     Raises:
-        LaunchError: There is no such chapter, DEVICES= names too few devices for every run, or MODEL= is set for
-            GPUs, whose runs have the published models.
+        LaunchError: There is no such chapter, or DEVICES= names too few devices for every run. Or MODEL= is set for
+            GPUs, where all runs have the published models.
     """
     num_devices, device = parse_devices(devices or f"{PUBLISHED_DEVICES}gpu", "DEVICES")
     if device is DeviceKind.GPU and model is not None:

@@ -1,7 +1,7 @@
 """Pages of the tutorial's chapters: `python -m parakit.experiments.tutorial.pages docs/tutorial` writes them.
 
-A page has the question, the table with published and predicted figures, a picture of the trend, what each run
-teaches, what does not follow from the rows, and the author's exercises with a command each.
+A page has the chapter's question, a table of published and predicted figures, and a picture of the trend. Then it has
+what each run teaches, what does not follow from the rows, and the author's exercises with a command each.
 """
 
 from __future__ import annotations

@@ -87,23 +87,24 @@ def find_change(commits: Sequence[str], judge: Judge) -> CommitChange | None:
     old, new = judge(commits[0]), judge(commits[-1])
     if _behaves_like(new, old):
         return None
-    verdicts = {0: old, len(commits) - 1: new}
-    skipped: dict[int, str] = {}
     last_old, first_new = 0, len(commits) - 1
+    verdicts = {last_old: old, first_new: new}
+    skipped: dict[int, str] = {}
     while True:
         untested = [index for index in range(last_old + 1, first_new) if index not in skipped]
         if not untested:
             break
         middle = (last_old + first_new) / 2
-        index = min(untested, key=lambda index: abs(index - middle))
-        verdict = verdicts[index] = judge(commits[index])
+        tested = min(untested, key=lambda index: abs(index - middle))
+        verdict = judge(commits[tested])
+        verdicts[tested] = verdict
         # A verdict that names another wrong tensor than the new end is still unlike one that held.
         if _behaves_like(verdict, old, new):
-            last_old = index
+            last_old = tested
         elif _behaves_like(verdict, new, old):
-            first_new = index
+            first_new = tested
         else:
-            skipped[index] = verdict.reason or verdict.sentence
+            skipped[tested] = verdict.reason or verdict.sentence
     return CommitChange(
         candidates=tuple(commits[last_old + 1 : first_new + 1]),
         before=verdicts[last_old],
@@ -151,7 +152,7 @@ def list_commits(checkout: Path, good: str, bad: str) -> list[str]:
         bad: The same (BAD=). Either of the two may be the older one.
 
     Raises:
-        LaunchError: The clone does not have a commit, none of the two is an ancestor of the other, or no commit
+        LaunchError: The clone does not have a commit, or none of the two is an ancestor of the other. Or no commit
             between them changes what training executes.
     """
     good_commit = _find_commit(checkout, "GOOD", good)
@@ -323,20 +324,14 @@ def bisect_megatron(
     """
     megatron_lm = megatron_lm.resolve()
     commits = list_commits(megatron_lm, good, bad)
-    devices = count_devices(strategy, otherwise=DEFAULT_DEVICES)
-    model = options.model or DEFAULT_MODEL
-    if is_model_file(model):
-        model = model_name_of_file(model)
-    pair = parse_pair(f"{PREFIX}{strategy}-{model}-{devices}cpu", variables, options)
+    pair = _make_pair(strategy, variables, options)
     good_commit = ""
     if against == AGAINST_GOOD:
         pair = replace(pair, reference=strategy)
         good_commit = run_git(megatron_lm, "rev-parse", f"{good}^{{commit}}").strip()
     folder = options.runs / f"bisect-{pair.job.name}-{_hash_question(pair, good_commit)}"
-    say(
-        console,
-        f"{plural(len(commits) - 1, 'commit')} to search; verdicts: {relative_to_root(folder)}",
-    )
+    num_commits = plural(len(commits) - 1, "commit")
+    say(console, f"{num_commits} to search; verdicts: {relative_to_root(folder)}")
     verifier = CommitVerifier(megatron_lm, pair, ROOT / folder, console)
     if good_commit:
         with make_worktree(megatron_lm, good_commit, ROOT / folder / ".good") as checkout:
@@ -350,7 +345,20 @@ def bisect_megatron(
             "flags with EXTRA=."
         )
     _print_change(change, verifier, good_commit)
-    return int(len(change.candidates) > 1)
+    return 0 if len(change.candidates) == 1 else 1
+
+
+def _make_pair(strategy: str, variables: Namespace, options: Options) -> LaunchPair:
+    """Return the verification of a strategy on as many CPU ranks as it needs, with MODEL= or the default model.
+
+    Raises:
+        LaunchError: The strategy or the model is unknown.
+    """
+    devices = count_devices(strategy, otherwise=DEFAULT_DEVICES)
+    model = options.model or DEFAULT_MODEL
+    if is_model_file(model):
+        model = model_name_of_file(model)
+    return parse_pair(f"{PREFIX}{strategy}-{model}-{devices}cpu", variables, options)
 
 
 def _hash_question(pair: LaunchPair, good_commit: str) -> str:

@@ -1,8 +1,8 @@
 """List the changed lines of a Megatron checkout that are nearest to the source of a wrong tensor.
 
-A verdict names the function that computes the wrong tensor. The mistake may be in a function that it calls, in a
-file that the author of a fork has edited. The lines that git reports as changed are therefore ordered by how
-directly the blamed file imports their file, and within the blamed file by their distance from the blamed line.
+A verdict names the function that computes the wrong tensor. The mistake may be in a function that it calls, in a file
+that the author of a fork has edited. So changed lines are ordered by how directly the blamed file imports their file.
+Within the blamed file, they are ordered by their distance from the blamed line.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def list_nearest_changes(
 ) -> tuple[ChangedLines, ...]:
     """Return the changes of a checkout that are nearest to a source line, the nearest first.
 
-    Uncommitted changes count, and so do commits since the upstream branch (`GITHUB_BASE_REF` in a pull request's
-    workflow, `upstream/main` or `origin/main`) or since the release that the fork started from. The blamed line itself
-    need not be changed.
+    Uncommitted changes count, and so do the commits of a fork. These are the commits since the upstream branch, or
+    since the release that the fork started from. The upstream branch is `GITHUB_BASE_REF` in a pull request's
+    workflow, `upstream/main` or `origin/main`. The blamed line itself need not be changed.
 
     Args:
         checkout: Root of the Megatron checkout.
@@ -63,8 +63,8 @@ def list_nearest_changes(
         base: Commit that the checkout is compared with; empty finds the commit that a fork started from.
 
     Returns:
-        At most three changes. Empty if the folder is no git checkout, if nothing is changed, or if no changed file
-        is imported by the source's file directly or through one other file.
+        At most three changes. The result is empty if the folder is no git checkout, or if nothing is changed. It is
+        also empty if the source's file imports no changed file, directly or through one other file.
     """
     changes = _list_changes(checkout, base or _find_fork_point(checkout))
     if not changes:
@@ -108,8 +108,8 @@ def _list_changes(checkout: Path, base: str) -> list[ChangedLines]:
 def _find_fork_point(checkout: Path) -> str:
     """Return the commit that a checkout's changes are compared with; `HEAD` if the clone knows no upstream commit.
 
-    It is the latest ancestor of `HEAD` that is on an upstream branch or tagged as a release: a fork may start from
-    a release, whose own commits are not on the main branch.
+    It is the latest ancestor of `HEAD` that is on an upstream branch or tagged as a release. Releases count because a
+    fork may start from a release, and a release may have commits that are not on the main branch.
     """
     branches = list(_UPSTREAM_BRANCHES)
     pull_request_branch = os.environ.get("GITHUB_BASE_REF")

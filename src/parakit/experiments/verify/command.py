@@ -182,8 +182,8 @@ def run_verification(
         console: Shows progress and verdict, and a notice if flags or variables changed the model.
         folder: Folder for the run folders and the results.
         also: A run folder that gets a copy of the results; None makes no copy.
-        shared: Stored reference runs of other strategies. This verification takes the runs that it needs, and
-            adds those that it trains. None trains all runs.
+        shared: Stored reference runs of other strategies. The verification takes the stored runs that it needs, and
+            stores the references that it trains. None trains all runs.
 
     Raises:
         LaunchError: The verification cannot run here; nothing was written.
@@ -191,26 +191,17 @@ def run_verification(
     pair = verification.pair
     _check_launches(verification, console)
     results = folder / VERIFY_FOLDER / pair.job.name
-
     with WarmPool() as pool:
         verification = verification.fork_from_pool(pool)
         for launch in verification.launches:
             ensure_initial_checkpoint(launch, console)
         with _make_scratch_folder(folder) as scratch:
-
-            def train(part: str, launch: Launch) -> str:
-                """Train one run in a run folder that is named as the run; return why it failed, or an empty text."""
-                run, status = execute_launch(launch, folder, console, part)
-                run.rename(folder / part)
-                keep_log(folder / part / LOG_FILE, scratch / part)
-                if status.status is Status.OK:
-                    return ""
-                return f"ended '{status.status}': {status.reason}"
-
-            train_part = train if shared is None else shared.wrap(train, scratch)
-            judgement = train_and_judge(verification, scratch, train_part)
+            train = _train_in_run_folders(folder, scratch, console)
+            if shared is not None:
+                train = shared.wrap(train, scratch)
+            judgement = train_and_judge(verification, scratch, train)
             if pair.is_bf16 and judgement.verdict.verdict is VerifyOutcome.HELD:
-                judgement = _repeat_in_fp32(judgement, pair, pool, console, scratch, train_part)
+                judgement = _repeat_in_fp32(judgement, pair, pool, console, scratch, train)
     verdict = replace(
         judgement.verdict,
         reference=pair.reference_strategy,
@@ -226,6 +217,24 @@ def run_verification(
         shutil.copytree(results, also / VERIFY_FOLDER / results.name, dirs_exist_ok=True)
     _print_verdict(judgement, results, console)
     return judgement
+
+
+def _train_in_run_folders(folder: Path, scratch: Path, console: Console) -> Train:
+    """Return a function that trains a run in `folder`, in a run folder that is named as the run.
+
+    The function returns why the run failed, or an empty text. It copies the run's log next to the run's tensors, to
+    `scratch/<name of the run>`.
+    """
+
+    def train(part: str, launch: Launch) -> str:
+        run, status = execute_launch(launch, folder, console, part)
+        run.rename(folder / part)
+        keep_log(folder / part / LOG_FILE, scratch / part)
+        if status.status is Status.OK:
+            return ""
+        return f"ended '{status.status}': {status.reason}"
+
+    return train
 
 
 def _repeat_in_fp32(
@@ -433,9 +442,7 @@ class _IterationVerification:
     def _judge_tensors(self) -> Judgement:
         """Train reference and strategy, and return the judgement on their tensors.
 
-        Further runs are trained in four cases: errors of earlier iterations may carry over, expert choices or
-        initial weights differ, an error may have spread from one module to others, or the wrong part of a
-        gradient is unknown.
+        Further runs are trained in four cases, each of which has a comment below.
 
         Raises:
             VerifyError: A run failed, or the tensors cannot be compared.
@@ -453,10 +460,12 @@ class _IterationVerification:
         )
         drift: Drift = {}
         judgement = judge(full, ours)
+        # 1. Rounding in earlier iterations may have caused the error, so its size is measured.
         may_drift = verification.may_drift and self.iteration >= FIRST_DRIFT_ITERATION
         if may_drift and judgement.carries_earlier:
             drift = self._measure_drift(reference)
             judgement = judge(full, ours, drift)
+        # 2. Expert choices or initial weights differ, so the strategy starts once more from the reference's.
         if judgement.needs_same_start:
             start = self._tensor_folder("start")
             write_forced(full, ours, start, start_alone=True)
@@ -464,6 +473,7 @@ class _IterationVerification:
             judgement = judge(full, ours, drift)
             if may_drift and judgement.carries_earlier and not drift:
                 judgement = judge(full, ours, self._measure_drift(reference))
+        # 3. An error may have spread from one module to others, so each module gets the reference's inputs.
         if judgement.may_have_spread:
             inputs = self._tensor_folder("given")
             write_forced(full, ours, inputs)
@@ -472,7 +482,9 @@ class _IterationVerification:
                 judgement = confirm(judgement, full, ours)
             except VerifyError:
                 return judgement
-        if verification.may_drift and len(reference.ranks) == 1 and needs_parts(judgement):
+        # 4. A gradient is wrong, and the parts of the reference's gradient may show which part is wrong.
+        can_capture_parts = verification.may_drift and len(reference.ranks) == 1
+        if can_capture_parts and needs_parts(judgement):
             with suppress(VerifyError):
                 return self._explain_by_parts(judgement, reference, ours)
         return judgement
@@ -550,7 +562,7 @@ class _IterationVerification:
             part: Name of the run, such as `reference`.
             launch: Launch of the run.
             probes: Number of times that the iteration is repeated with inputs changed by rounding.
-            forced: Folder of tensors that replace those that the run computes; None replaces nothing.
+            forced: Folder of tensors that replace computed tensors of the run; None replaces nothing.
             drift: Seed with which the weights of earlier iterations are changed by rounding; empty changes nothing.
             parts: `1` also captures the gradient of each micro batch.
 

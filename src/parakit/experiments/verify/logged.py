@@ -1,10 +1,10 @@
 """Compare what a strategy's log prints of each iteration with what its reference's log prints.
 
-A captured loss is what the loss function gives to backward. What the loss function reports, and Megatron
-prints, is another value: it may be wrong although every captured tensor agrees. Losses, norms and
-counters of each line are therefore compared as they are printed. Two values may differ by one unit of
-the last printed digit and, relative to the larger one, by the iteration's number times the rounding of
-one iteration, as losses may in the report's parity (`src/parakit/reporting/analyse/parity.py`).
+A captured loss is what the loss function gives to backward. What the loss function reports, and Megatron prints, is
+another value: it may be wrong although every captured tensor agrees. Losses, norms and counters of each line are
+therefore compared as they are printed. Two values may differ by one unit of the last printed digit, and by rounding.
+Relative to the larger value, the rounding is the iteration's number times the rounding of one iteration. The report's
+parity allows losses as much (`src/parakit/reporting/analyse/parity.py`).
 """
 
 from __future__ import annotations
@@ -169,8 +169,9 @@ def _blame_first_value(
 def measure_rounding(compared: CaptureComparison, dtype: str, *, same_backend: bool) -> Rounding:
     """Return the rounding of one iteration, relative to a value: what the report's parity allows, or more.
 
-    The rounding is larger if tensors of the capture have larger tolerances. The tolerance of the loss counts for
-    losses, those of routers for balancing losses too, and the tolerance of the gradient norm for the norm.
+    The rounding is larger if tensors of the capture have larger tolerances. Losses get the tolerance of the captured
+    loss, if it is larger. Balancing losses may also get the tolerance of a router. The norm gets the tolerance of the
+    gradient norm.
 
     Args:
         compared: The compared tensors, with the tolerances that the reference measured.
@@ -328,8 +329,8 @@ def _describe_held(values: Sequence[LoggedValue]) -> str | None:
     """Return a sentence without its full stop that names the printed values that agree; None if there are none.
 
     Args:
-        values: Logged values of which none differs. The sentence leaves out the names in `_EXACT`, such as the
-            learning rate.
+        values: Logged values that do not differ. The sentence leaves out the names in `_EXACT`, such as the learning
+            rate.
     """
     rounded = [value for value in values if value.name not in _EXACT]
     if not rounded:

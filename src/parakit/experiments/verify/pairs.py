@@ -1,10 +1,10 @@
 """Compose what a verification compares: a strategy and its reference.
 
-Both train the same model from the same weights on the same batches, up to one iteration. Besides the strategy they
-may differ in the Megatron that trains (a version, a fork), in flags of the strategy alone (recomputation, the micro
-batch), in a checkpoint from which the strategy resumes, and in the reference's backend (plain PyTorch or
-transformers). Whatever would train something else is refused: another model, data or batch, or experts that get
-other tokens.
+Both train the same model from the same weights on the same batches, up to one iteration. Besides the strategy, four
+things may differ: the Megatron that trains (a version, a fork), and flags of the strategy alone (recomputation, the
+micro batch). The strategy may also resume from a checkpoint, and the reference may be trained by plain PyTorch or
+transformers. Other differences are refused, because the two runs would train something else. Examples are another
+model, data or batch, and experts that get other tokens.
 """
 
 from __future__ import annotations
@@ -312,7 +312,7 @@ def _make_shared_options(pair: LaunchPair) -> Options:
 
 
 def _choose_iteration(pair: LaunchPair) -> int:
-    """Return the iteration to verify, which is the last one of the runs: that of ITERS=, or the default.
+    """Return the iteration to verify, which is the last one of the runs: ITERS=, or the default.
 
     Raises:
         LaunchError: The strategy resumes and ITERS= leaves no earlier iteration from which it could resume.
@@ -358,8 +358,8 @@ def _compose_reference(reference: str, job: Job) -> Launch:
     """Return the launch of a reference: a strategy in Megatron, or `native` or `hf` on one rank.
 
     Raises:
-        LaunchError: The strategy is Megatron-FSDP, for which responses cannot be measured, or a run of `native` or
-            `hf` would be in bf16, where they keep fp32 weights and Megatron does not.
+        LaunchError: The strategy is Megatron-FSDP, for which responses cannot be measured. Or a run of `native` or
+            `hf` would be in bf16, where both keep fp32 weights and Megatron does not.
     """
     if reference not in REIMPLEMENTATIONS:
         launch = compose_job(job.with_strategy(reference, _count_devices(reference, job)))

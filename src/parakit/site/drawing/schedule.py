@@ -23,6 +23,8 @@ from parakit.site.drawing.sheet import WIDTH, DrawnRank, Sheet
 
 _ROW_HEIGHT = 34
 """Height of a stage's row."""
+_BOX_HEIGHT = 20
+"""Height of the box of a pass."""
 _MOST_PASSES = 24
 """The most micro batches that are drawn, unless the pipeline has more stages."""
 _MOST_PASSES_WITH_MESSAGES = 40
@@ -50,7 +52,7 @@ def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
         calls = rank_collectives(spec, stage)
         label = f"stage {stage}" if split.pipeline > 1 else "all ranks"
         sheet.draw_text(0, top + 14, label)
-        sheet.draw_box(start, top, end - start, 20, "idle")
+        sheet.draw_box(start, top, end - start, _BOX_HEIGHT, "idle")
         for event in timeline.events:
             if event.worker == stage:
                 _draw_pass(sheet, event, start + scale * event.start, top, scale, calls)
@@ -66,7 +68,7 @@ def draw_schedule(spec: RunSpec, ranks: list[DrawnRank], name: str) -> str:
 def _draw_updates(sheet: Sheet, calls: tuple[CollectiveCall, ...], x: float, top: float) -> None:
     """Draw the boxes of gradient sync and optimizer step to the right of a stage's passes, from `x` on."""
     for phase, label in ((Phase.GRADIENT_SYNC, "sync"), (Phase.OPTIMIZER, "step")):
-        sheet.draw_box(x, top, 32, 20, "update")
+        sheet.draw_box(x, top, 32, _BOX_HEIGHT, "update")
         sheet.draw_text(x + 16, top + 14, label, "pass", "middle")
         _draw_stripes(sheet, calls, phase, x, top + 21, 32)
         x += 35
@@ -99,7 +101,7 @@ def _draw_pass(
     wide = scale * (event.end - event.start)
     box_width = wide - 0.7  # A gap separates neighbouring passes.
     sheet.begin_group(f"{kind} of micro batch {number}")
-    sheet.draw_box(x, top, box_width, 20, kind)
+    sheet.draw_box(x, top, box_width, _BOX_HEIGHT, kind)
     label = f"{letter}{number}"
     if wide > 8 * len(label):
         sheet.draw_text(x + wide / 2, top + 14, label, "pass", "middle")
@@ -143,15 +145,14 @@ def _draw_messages(
         for sender, receiver in pairwise(passes):
             if sender.worker == receiver.worker:
                 continue
-            goes_down = tops[sender.worker] < tops[receiver.worker]
-            sheet.draw_line(
-                start + scale * sender.end,
-                tops[sender.worker] + (20 if goes_down else 0),
-                start + scale * receiver.start,
-                tops[receiver.worker] + (0 if goes_down else 20),
-                "message",
-                "end",
-            )
+            # The arrow connects the edges of the two boxes that face each other.
+            sender_y, receiver_y = tops[sender.worker], tops[receiver.worker]
+            if sender_y < receiver_y:
+                sender_y += _BOX_HEIGHT
+            else:
+                receiver_y += _BOX_HEIGHT
+            sender_x, receiver_x = start + scale * sender.end, start + scale * receiver.start
+            sheet.draw_line(sender_x, sender_y, receiver_x, receiver_y, "message", "end")
 
 
 def _describe_timing(spec: RunSpec, timeline: SimulatedSchedule) -> str:
