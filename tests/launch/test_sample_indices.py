@@ -5,16 +5,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from parakit.artifacts.run import Status
 from parakit.config.flags import Flags
 from parakit.config.run import Backend
 from parakit.launch import data
 from parakit.launch.compose import Launch
+from parakit.launch.execute import execute_launch
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.run_folder import identify_computation
+from parakit.launch.supervise.warm import WarmPool
 from parakit.launch.train import compose_job
-from tests.small import write_documents
+from parakit.logs.runs import load_folder
+from tests.small import SMALL, write_documents
 
 SEQUENCE = 8
 
@@ -61,6 +66,30 @@ def test_a_replaced_data_set_gets_an_index_of_its_own(
         drawn = samples_of(launch)
         assert drawn == samples_of(launch, str(tmp_path / f"fresh-{documents}"))
         assert np.ptp(drawn) > 0
+
+
+@pytest.mark.ranks
+def test_runs_before_and_after_a_data_set_is_replaced_train_on_what_is_there(
+    tmp_path: Path,
+) -> None:
+    def train(runs: Path) -> list[float | None]:
+        options = Options(
+            data=str(tmp_path / "mine"), runs=runs, extra=SMALL, iterations=2, ledger=False
+        )
+        job = parse_target("train-baseline-gpt2-tiny-1cpu").with_options(options)
+        launch = compose_job(job).fork_from_pool(pool)
+        folder, status = execute_launch(launch, runs, Console(quiet=True), "baseline")
+        assert status.status is Status.OK, status.reason
+        return [iteration.lm_loss for iteration in load_folder(folder).log.iterations]
+
+    with WarmPool() as pool:
+        write_documents(tmp_path / "mine", [300] * 40)
+        before = train(tmp_path / "runs")
+        write_documents(tmp_path / "mine", [200] * 40, first_token=7)
+        after = train(tmp_path / "runs")
+        assert len(after) == 2
+        assert after != before
+        assert after == train(tmp_path / "runs-without-an-index")
 
 
 def test_the_folder_follows_from_where_documents_end_and_not_from_the_tokens_alone(

@@ -111,6 +111,25 @@ def test_variables_are_passed_by_name_without_values_in_the_command(
     assert "s3cret" not in repr(launch)
 
 
+@pytest.mark.parametrize("runtime", [RuntimeName.DOCKER, RuntimeName.PODMAN, RuntimeName.APPTAINER])
+def test_variables_of_transport_and_memory_reach_a_container_and_folders_of_this_machine_do_not(
+    docker: FakeDocker, monkeypatch: pytest.MonkeyPatch, runtime: RuntimeName
+) -> None:
+    inherited = {
+        "UCX_TLS": "rc",
+        "FI_PROVIDER": "efa",
+        "NCCL_TOPO_FILE": "/site/topology.xml",
+        "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+    }
+    left_out = {"TRITON_CACHE_DIR": "/scratch/triton", "CUDA_HOME": "/opt/cuda", "PATH": "/bin"}
+    for name, text in {**inherited, **left_out}.items():
+        monkeypatch.setenv(name, text)
+    command = composed(Options(runtime=runtime)).command("r")
+    assert inherited.keys() <= set(command)
+    assert not left_out.keys() & set(command)
+    assert not set(inherited.values()) & set(command), "values show in ps"
+
+
 def test_container_gets_the_key_of_a_login_but_not_its_file(
     docker: FakeDocker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
-from parakit.config.flags import Flags
+from parakit.config.flags import Flags, values_by_flag
 from parakit.config.run import Backend
 from parakit.config.setting import SettingError
 from parakit.experiments.verify import pairs
@@ -28,6 +28,7 @@ from parakit.launch.job import parse_target
 from parakit.launch.options import Options
 from parakit.launch.supervise.warm import WarmPool
 from tests.given import given
+from tests.small import write_documents
 from tests.verify import captures
 
 Composer = Callable[..., Verification]
@@ -58,6 +59,17 @@ def test_dropout_is_disabled_if_the_reference_draws_other_masks(
         ""
     }  # With Megatron's default of 0.1 both sides draw the same masks.
     assert hidden(extra="--hidden-dropout 0.2") == {"0.2"}
+
+
+def test_strategy_and_reference_draw_from_the_same_blend(tmp_path: Path) -> None:
+    blend = " ".join(
+        f"{weight} {write_documents(tmp_path / name, [300] * 40)}"
+        for weight, name in (("0.3", "a"), ("0.7", "b"))
+    )
+    options = Options(data=blend, runs=tmp_path)
+    verified = compose_pair(LaunchPair(parse_target("train-tp2-gpt2-tiny-2cpu", options)))
+    drawn = [values_by_flag(launch.arguments())["--data-path"] for launch in verified.launches]
+    assert drawn == [["0.3", str(tmp_path / "a"), "0.7", str(tmp_path / "b")]] * 2
 
 
 @pytest.mark.parametrize("where", ["extra", "flags"])
