@@ -101,7 +101,7 @@ def test_an_assumed_global_batch_is_named(
 ) -> None:
     assert main(("--model", "gpt2-large", "--gpus", "2", *arguments)) == 0
     screen = " ".join(capsys.readouterr().out.split())
-    assert ("(by the model's file; GLOBAL_BATCH= sets another)" in screen) == (not arguments)
+    assert ("(the batch of the model's file)" in screen) == (not arguments)
 
 
 def test_the_nearest_measurements_come_with_dtype_batch_and_source() -> None:

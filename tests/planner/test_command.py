@@ -54,7 +54,7 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ("--model gpt2-larg --gpus 2", "did you mean gpt2-large"),
         ("--model gpt2-large --gpus 2 --gpu h201", "did you mean h20"),
         ("--model gpt2-large --gpus 2 --intra nvlnk4", "did you mean nvlink4"),
-        ("--model gpt2-large --gpus 0", "GPUS= is 0; use 1 or more."),
+        ("--model gpt2-large --gpus 0", "--gpus is 0; use 1 or more."),
         ("--model gpt2-large --gpus 12 --nodes 2 --gpus-per-node 8", "have 16 GPUs, not 12"),
         ("--model gpt2-large --gpus 2 --dtype fp64", "no dtype 'fp64'; use fp16, bf16, fp32"),
         (
@@ -82,7 +82,7 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ("schedules --svg /no/dir/x.svg", "the folder /no/dir does not exist; make it"),
         (
             "--model gpt2-large --gpus 2 --imbalance 1.3",
-            "=1.3 is of experts and the model is dense",
+            "--imbalance 1.3 is of experts and the model is dense",
         ),
         ("--model moe-tiny --gpus 2 --imbalance 0.9", "0.9 is not a number from 1 up"),
         ("--model moe-tiny --gpus 2 --imbalance nan", "nan is not a number from 1 up"),
@@ -229,4 +229,4 @@ def test_network_ports_per_node_are_printed_and_shared_by_devices(
     assert seconds[0] == seconds[1]
     assert seconds[2] == pytest.approx(8 * seconds[0], rel=0.05)
     assert main(arguments[:-3]) == 0
-    assert "one port per GPU unless NICS= says so" in " ".join(capsys.readouterr().out.split())
+    assert "one port per GPU, the default" in " ".join(capsys.readouterr().out.split())

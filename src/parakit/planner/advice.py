@@ -235,7 +235,7 @@ def _request_sentence(request: Request) -> str:
     is_billions = parameters >= 0.1e9
     size = f"{parameters / 1e9:.2f} billion" if is_billions else f"{parameters / 1e6:,.1f} million"
     nodes = f", {cluster.nodes} nodes of {cluster.per_node} ({cluster.network})"
-    assumption = " (by the model's file; GLOBAL_BATCH= sets another)"
+    assumption = " (the batch of the model's file)"
     if not request.is_batch_assumed:
         assumption = ""
     return (

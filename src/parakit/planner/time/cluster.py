@@ -111,7 +111,7 @@ class Cluster:
     @property
     def network(self) -> str:
         """Phrase for the network between nodes and its ports, such as `ib-400g between nodes with 4 ports per node`."""
-        assumed = "one port per GPU unless NICS= says so"
+        assumed = "one port per GPU, the default"
         ports = f"{plural(self.nics, 'port')} per node" if self.nics else assumed
         return f"{self.inter.key} between nodes with {ports}"
 
