@@ -143,31 +143,80 @@ def _summary(dataset: Dataset) -> str:
 
 def _add_run_flags(add: Add) -> None:
     """Add the flags of `run` to a parser. The `dest` of each flag is a field of `PreprocessOptions`."""
-    files = "files (JSON lines, plain, .gz or .zst; parquet; .txt), folders, globs, or hub:NAME"
-    add("--input", dest="inputs", nargs="+", required=True, metavar="PATH", help=files)
-    add("--output-prefix", type=Path, required=True, help="writes PREFIX_KEY_document.bin/.idx")
+    add(
+        "--input",
+        dest="inputs",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files (JSON lines, plain, .gz or .zst; parquet; .txt), folders, globs, or hub:NAME",
+    )
+    add(
+        "--output-prefix",
+        type=Path,
+        required=True,
+        help="writes PREFIX_KEY_document.bin/.idx",
+    )
     add("--tokenizer", default="gpt2", help="gpt2, or a folder with a tokenizer.json")
     add("--append-eod", action="store_true", help="end each document with the end token")
-    stretch = "what is a document of a .txt file: the file, or each paragraph"
-    choices = [stretch_.value for stretch_ in TextDocuments]
-    add("--txt-documents", dest="text_documents", choices=choices, default="file", help=stretch)
-    per_key = "a data set for each key"
-    add("--json-keys", dest="keys", nargs="+", default=["text"], metavar="KEY", help=per_key)
-    add("--on-error", choices=("stop", "skip"), default="stop", help="at an unusable document")
-    part = "only this part, from 0; or 'slurm'"
-    add("--shard", type=parse_shard, default="0/1", metavar="I/N", help=part)
-    both = "documents encoded by Hugging Face tokenizers too, and compared"
-    count = _number("--cross-check", 0)
-    add("--cross-check", type=count, default=64, metavar="N", help=both)
-    large = "refuse documents larger than this"
-    size = _number("--max-document-mb", 1, 1e6)
-    add("--max-document-mb", dest="max_document_bytes", type=size, metavar="MB", help=large)
-    commit = "input between two commits that a resumed run can start from"
-    size = _number("--commit-mib", 1, 2**20)
-    add("--commit-mib", dest="part_bytes", type=size, default="64", metavar="MIB", help=commit)
-    threads = "threads; 0 is one for each core"
-    count = _number("--workers", 0)
-    add("--workers", dest="threads", type=count, default=0, metavar="N", help=threads)
+    add(
+        "--txt-documents",
+        dest="text_documents",
+        choices=[documents.value for documents in TextDocuments],
+        default="file",
+        help="what is a document of a .txt file: the file, or each paragraph",
+    )
+    add(
+        "--json-keys",
+        dest="keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="a data set for each key",
+    )
+    add(
+        "--on-error",
+        choices=("stop", "skip"),
+        default="stop",
+        help="at an unusable document",
+    )
+    add(
+        "--shard",
+        type=parse_shard,
+        default="0/1",
+        metavar="I/N",
+        help="only this part, from 0; or 'slurm'",
+    )
+    add(
+        "--cross-check",
+        type=_number("--cross-check", 0),
+        default=64,
+        metavar="N",
+        help="documents encoded by Hugging Face tokenizers too, and compared",
+    )
+    add(
+        "--max-document-mb",
+        dest="max_document_bytes",
+        type=_number("--max-document-mb", 1, unit=1e6),
+        metavar="MB",
+        help="refuse documents larger than this",
+    )
+    add(
+        "--commit-mib",
+        dest="part_bytes",
+        type=_number("--commit-mib", 1, unit=2**20),
+        default="64",
+        metavar="MIB",
+        help="input between two commits that a resumed run can start from",
+    )
+    add(
+        "--workers",
+        dest="threads",
+        type=_number("--workers", 0),
+        default=0,
+        metavar="N",
+        help="threads; 0 is one for each core",
+    )
     _add_hub_split(add)
     add("--restart", action="store_true", help="drop what an unfinished run has left")
     add("--overwrite", action="store_true", help="replace a finished data set")

@@ -214,11 +214,10 @@ class CapturedRank(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def degrees(self) -> tuple[int, ...]:
         """Parallel degrees of the run. If the degrees of two runs are equal, their ranks hold the same parts."""
-        groups = (
-            *(self.tensor, self.pipeline, self.context, self.data),
-            *(self.expert, self.expert_tensor),
-        )
-        sizes = (size for _, size in groups)
+        dimensions = (self.tensor, self.pipeline, self.context, self.data)
+        expert_dimensions = (self.expert, self.expert_tensor)
+        # A dimension is a pair of the rank's index and the size.
+        sizes = [size for _, size in (*dimensions, *expert_dimensions)]
         return (*sizes, self.virtual_stages, int(self.sequence_parallel))
 
     @property

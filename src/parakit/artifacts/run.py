@@ -329,9 +329,13 @@ def decode_run(data: Mapping[str, Any]) -> RunRecord:
         spec = spec_from_flags(argv, stored.parallelism.world_size, stored.device, stored.model)
     except (ValueError, ZeroDivisionError) as error:
         raise msgspec.ValidationError(str(error)) from None
-    fused = tuple(filter(None, stored.environment.get(variables.FUSED, "").split(",")))
-    spec_fields = {field.name for field in fields(RunSpec)}.intersection(stored.__struct_fields__)
-    stored_values = {name: getattr(stored, name) for name in spec_fields}
+    # Fields that the file has itself replace those that follow from the flags.
+    stored_values: dict[str, Any] = {}
+    for field in fields(RunSpec):
+        if field.name in stored.__struct_fields__:
+            stored_values[field.name] = getattr(stored, field.name)
+    patches = stored.environment.get(variables.FUSED, "").split(",")
+    fused = tuple(patch for patch in patches if patch)
     spec = replace(spec, fused=fused, **stored_values)
     return msgspec.convert(data | {"spec": msgspec.to_builtins(spec)}, RunRecord)
 

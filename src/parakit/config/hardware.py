@@ -195,10 +195,18 @@ def _convert_to_base_units(entry: Any) -> Any:
         return entry
     converted = {}
     for name, value in entry.items():
-        unit = next((unit for unit in _UNITS if name.endswith(unit)), "")
+        unit = _find_unit(name)
         if unit:
             base_unit, factor = _UNITS[unit]
             converted[name.removesuffix(unit) + base_unit] = value * factor
         else:
             converted[name] = _convert_to_base_units(value)
     return converted
+
+
+def _find_unit(key: str) -> str:
+    """Return the unit of `_UNITS` with which a key ends; empty if the key has no unit."""
+    for unit in _UNITS:
+        if key.endswith(unit):
+            return unit
+    return ""

@@ -136,18 +136,22 @@ def _list_exact_flags(config: _Config) -> dict[str, object]:
     costs.
     """
     flags = _list_rotary_flags(config) | _list_router_flags(config)
-    if config.values["model_type"] != "smollm3":
-        return flags
+    if config.values["model_type"] == "smollm3":
+        # Megatron's list marks the layers without rotary embedding, and the config's list those with it.
+        marks = ["0" if has_rotary else "1" for has_rotary in _list_rotary_layers(config)]
+        flags[_NO_ROTARY] = f"[{','.join(marks)}]"
+    return flags
+
+
+def _list_rotary_layers(config: _Config) -> Sequence[object]:
+    """Return a true value for each layer of SmolLM3 with rotary embedding, and a false one for each without."""
     layers = config.whole("num_hidden_layers")
     interval = config.maybe("no_rope_layer_interval") or 4
-    rotates_by_layer = config.values.get("no_rope_layers")
-    if not rotates_by_layer:
-        # The last layer of each interval has no rotary embedding.
-        rotates_by_layer = [(layer + 1) % interval != 0 for layer in range(layers)]
-    # Megatron's list marks the layers without rotary embedding, and the config's list those with it.
-    marks = ["0" if rotates else "1" for rotates in rotates_by_layer]
-    flags[_NO_ROTARY] = f"[{','.join(marks)}]"
-    return flags
+    stated: Sequence[object] | None = config.values.get("no_rope_layers")
+    if stated:
+        return stated
+    # The last layer of each interval has no rotary embedding.
+    return [(layer + 1) % interval != 0 for layer in range(layers)]
 
 
 def _list_rotary_flags(config: _Config) -> dict[str, object]:
@@ -300,7 +304,8 @@ def _refuse_unsupported(config: _Config) -> None:
     Unsupported are dense layers between layers with experts, and a sliding window shorter than the sequence
     (except in GPT-OSS).
     """
-    if config.maybe("decoder_sparse_step") not in (None, 1) or config.has("mlp_only_layers"):
+    has_sparse_step = config.maybe("decoder_sparse_step") not in (None, 1)
+    if has_sparse_step or config.has("mlp_only_layers"):
         raise ConfigError(
             f"{config.path} has dense layers between layers with experts (decoder_sparse_step, "
             "mlp_only_layers), which the planner does not support."
@@ -309,7 +314,8 @@ def _refuse_unsupported(config: _Config) -> None:
     if config.values["model_type"] == "gpt_oss":
         # Flags of Megatron describe which layers of GPT-OSS have a window.
         return
-    if window and config.values.get("use_sliding_window", True) and window < config.sequence:
+    uses_window = config.values.get("use_sliding_window", True)
+    if window and uses_window and window < config.sequence:
         raise ConfigError(
             f"{config.path} has a sliding_window of {window}, but the planner supports full attention "
             "only; set sliding_window to null to plan full attention."

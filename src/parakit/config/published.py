@@ -130,8 +130,11 @@ def load_published(path: Path = PUBLISHED_FILE) -> Published:
         return Published()
     data = read_yaml(path)
     sources = {key: {"key": key} | entry for key, entry in data["sources"].items()}
-    figures = [entry | {"source": sources[entry["source"]]} for entry in data["figures"]]
-    corrections = [
-        entry | {"name": sources[entry["source"]]["name"]} for entry in data["corrections"]
-    ]
+    # In the file, figures and corrections name their source by its key.
+    figures = []
+    for entry in data["figures"]:
+        figures.append(entry | {"source": sources[entry["source"]]})
+    corrections = []
+    for entry in data["corrections"]:
+        corrections.append(entry | {"name": sources[entry["source"]]["name"]})
     return msgspec.convert({"figures": figures, "corrections": corrections}, Published)

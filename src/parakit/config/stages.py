@@ -114,21 +114,22 @@ class StageSplit:
 
         The result is empty if both accept the layout.
         """
-        stages = _split_layout(self.layout)
-        text = "".join(stages)
         if self.first or self.last or self.counted_ends:
             return "a layout excludes other ways to place layers"
-        if not re.fullmatch("Et*m*L", text):
+        stages = _split_layout(self.layout)
+        letters = "".join(stages)
+        if not re.fullmatch("Et*m*L", letters):
             return "it is not E, t for each layer, m for each MTP layer and L"
         if len(stages) != num_stages:
             return f"it has {len(stages)} stages"
-        if text.count("t") != layers:
-            return f"it has {text.count('t')} layers"
+        if letters.count("t") != layers:
+            return f"it has {letters.count('t')} layers"
         if any("m" in stage for stage in stages[:-1]):
             return "MTP layers are planned on the last stage only"
         # The first stage may have only the embedding, and the last one only the loss.
-        is_filled = all("t" in stage for stage in stages[1:-1])
-        return "" if is_filled else "a stage between the ends has no layer"
+        inner_stages = stages[1:-1]
+        have_layers = all("t" in stage for stage in inner_stages)
+        return "" if have_layers else "a stage between the ends has no layer"
 
     def _find_end_stage_problem(self, layers: int, pipeline: int, virtual: int) -> str:
         """Return the reason why Megatron refuses a split that states the layers of the first or last

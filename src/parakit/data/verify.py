@@ -165,20 +165,22 @@ def _check_tokens(dataset: Dataset, vocabulary: int | None) -> Iterator[str]:
     digest = hashlib.sha256()
     shard_start = 0
     with dataset.bin_path.open("rb") as stream:
-        for count, sha256 in shards:
-            for chunk in iterate_chunks(count):
+        for num_tokens, recorded_sha256 in shards:
+            shard_end = shard_start + num_tokens
+            for chunk in iterate_chunks(num_tokens):
                 tokens = np.fromfile(stream, dataset.dtype, chunk.stop - chunk.start)
-                if sha256 is not None:
+                if recorded_sha256 is not None:
                     digest.update(tokens)
                 wrong = _find_first((tokens < 0) | (tokens > largest_id))
                 if wrong is not None:
+                    position = shard_start + chunk.start + wrong
                     yield (
-                        f"{dataset.bin_path}: token {shard_start + chunk.start + wrong} is "
+                        f"{dataset.bin_path}: token {position} is "
                         f"{tokens[wrong]}, outside the vocabulary of {largest_id + 1}."
                     )
                     return
-            shard_end = shard_start + count
-            if sha256 not in (None, digest.hexdigest()):
+            # The hash of a shard covers the `.bin` from its first byte to the shard's end.
+            if recorded_sha256 not in (None, digest.hexdigest()):
                 yield (
                     f"{dataset.bin_path} differs from its manifest within tokens {shard_start} to "
                     f"{shard_end}."

@@ -146,7 +146,9 @@ def report_parity(study: Study, verifies: bool = False) -> int:
         say(study.console, sentence, "red")
     if not broken:
         say(study.console, "Parity: every strategy's losses agree with baseline's.")
-    return code or int(bool(broken))
+    if code:
+        return code
+    return 1 if broken else 0
 
 
 def _verify_strategies(study: Study, strategies: Container[str]) -> None:
@@ -156,13 +158,15 @@ def _verify_strategies(study: Study, strategies: Container[str]) -> None:
     """
     for result in study.results:
         job = result.cell.job
-        if job.strategy in strategies and result.runs:
-            # A verification has iterations and batches of its own.
-            options = replace(
-                job.options, iterations=None, micro_batch_size=None, global_batch_size=None
-            )
-            target = f"{PREFIX}{job.name}"
-            verify(target, Namespace(), options, study.console, also=result.runs[0])
+        if job.strategy not in strategies or not result.runs:
+            continue
+        newest_run = result.runs[0]
+        # A verification has iterations and batches of its own.
+        options = replace(
+            job.options, iterations=None, micro_batch_size=None, global_batch_size=None
+        )
+        target = f"{PREFIX}{job.name}"
+        verify(target, Namespace(), options, study.console, also=newest_run)
 
 
 def describe_broken_parity(rows: Sequence[Entry]) -> list[str]:

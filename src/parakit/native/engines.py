@@ -95,11 +95,11 @@ class TorchEngine:
             self._expert_groups = make_expert_groups(settings.expert_model_parallel_size)
             self._expert_parameters = keep_local_experts(model, self._expert_groups)
         self._model = parallelise(model, settings, ranks)
-        self.optimizer: torch.optim.Optimizer = (
-            muon_adamw(self._model, settings)
-            if settings.optimizer == "muon"
-            else build_adamw(self._model.parameters(), settings)
-        )
+        self.optimizer: torch.optim.Optimizer
+        if settings.optimizer == "muon":
+            self.optimizer = muon_adamw(self._model, settings)
+        else:
+            self.optimizer = build_adamw(self._model.parameters(), settings)
         # The number of tokens per expert changes with every batch, and each number would be compiled anew.
         if ranks.device.type == "cuda" and not self._expert_layers:
             self._model.compile()
@@ -250,18 +250,18 @@ class DeepSpeedEngine:
 
     def update(self, learning_rate: float) -> Update:
         """Call DeepSpeed's `step` for the last micro batch, which updates the weights."""
+        skipped_before = self._engine.skipped_steps
+        norm: float | None = None
         with self._recorder.span("optimizer"):
             for group in self._engine.optimizer.param_groups:
                 group["lr"] = learning_rate
-            skipped_before = self._engine.skipped_steps
-            norm = None
             if self._clips:
                 norm = clip_gradients(self._engine.module.parameters(), self._settings.clip_grad)
             self._engine.step()
         self._recorder.end_step()
-        scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
         if not self._clips:
             norm = self._engine.get_global_grad_norm()
+        scale = float(getattr(self._engine.optimizer, "loss_scale", 1.0))
         is_skipped = self._engine.skipped_steps > skipped_before
         return Update(None if norm is None else float(norm), scale, skipped=is_skipped)
 

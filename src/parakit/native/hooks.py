@@ -179,15 +179,15 @@ class Taps:
         if full_name.endswith(".router"):
             return full_name, replace(slots, form=self._order_tokens)
         in_layer = IN_LAYER_PATTERN.fullmatch(full_name)
-        if in_layer and in_layer[2]:
-            layer, expert, name_in_expert = in_layer.groups()
-            # Megatron multiplies by the router's weight before the second matrix, and this backend after
-            # it. So the tensors of the second matrix differ.
-            if name_in_expert == "linear_fc2":
-                return None
-            form = partial(self._order_expert_rows, int(layer), int(expert))
-            return full_name, replace(slots, form=form)
-        return full_name, slots
+        if in_layer is None or in_layer[2] is None:  # The second group is the expert.
+            return full_name, slots
+        layer, expert, name_in_expert = in_layer.groups()
+        # Megatron multiplies by the router's weight before the second matrix, and this backend after
+        # it. So the tensors of the second matrix differ.
+        if name_in_expert == "linear_fc2":
+            return None
+        form = partial(self._order_expert_rows, int(layer), int(expert))
+        return full_name, replace(slots, form=form)
 
     def _tap(
         self, tensor: Tensor, names: Sequence[str], form: Form, value: Tensor | None = None
@@ -253,7 +253,8 @@ class Taps:
         weights = torch.zeros_like(logits).detach().scatter(1, experts, top_weights)
         # This backend orders tokens by sample, Megatron by sequence position: token i is Megatron's token
         # megatron_positions[i].
-        samples, length = self.batches[self._micro_batch][0].shape
+        tokens, _labels = self.batches[self._micro_batch]
+        samples, length = tokens.shape
         megatron_positions = torch.arange(samples * length).view(length, samples).t().reshape(-1)
         for expert in range(mixture.num_experts):
             positions = megatron_positions[is_chosen[:, expert]]

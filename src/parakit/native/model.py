@@ -125,9 +125,11 @@ class MixtureOfExperts(nn.Module):
         # Each token has k rows, one per chosen expert; the rows are sorted by expert.
         order = experts.flatten().argsort(stable=True)
         token_of_row = order // self.experts_per_token
-        rows = self.dispatch(tokens[token_of_row], tokens_per_expert, list(self.experts))
-        rows = rows * weights.flatten()[order].unsqueeze(-1)
-        mixed = torch.zeros_like(tokens, dtype=rows.dtype).index_add(0, token_of_row, rows)
+        weight_of_row = weights.flatten()[order].unsqueeze(-1)
+        outputs = self.dispatch(tokens[token_of_row], tokens_per_expert, list(self.experts))
+        outputs = outputs * weight_of_row
+        # The output of a token is the sum of its rows.
+        mixed = torch.zeros_like(tokens, dtype=outputs.dtype).index_add(0, token_of_row, outputs)
         return mixed.view_as(x)
 
     def auxiliary_loss(self) -> Tensor:

@@ -55,12 +55,15 @@ def cut_into_stages(model: GPT, settings: Settings, ranks: RankLayout) -> StageM
     num_stages = ranks.pipeline_size * stages_per_rank
     chunks = [deepcopy(model) for _ in range(stages_per_rank - 1)] + [model]
     for index, chunk in enumerate(chunks):
-        chunk.keep_stage(index * ranks.pipeline_size + ranks.pipeline_rank, num_stages)
+        # The stages are dealt to the ranks in turn.
+        stage = index * ranks.pipeline_size + ranks.pipeline_rank
+        chunk.keep_stage(stage, num_stages)
     stages = StageModules(chunks)
     for parameter in stages.parameters():
         setattr(parameter, COPIES_ATTRIBUTE, 1)
     tied_matrix = find_tied_matrix(stages)
     if tied_matrix is not None:
+        # The first and the last rank hold the tied matrix.
         setattr(tied_matrix, COPIES_ATTRIBUTE, 2)
     return stages
 
@@ -104,14 +107,17 @@ class _Pipeline:
     def logits(self, tokens: Tensor) -> Tensor:
         """Return logits [batch, sequence, padded vocabulary] in fp32, on every rank."""
         hidden = tokens
+        last_index = len(self._stages) - 1
         self._stages.eval()
         with torch.no_grad(), self._autocast():
             for index, stage in enumerate(self._stages):
-                if index > 0 or not self._is_first:
+                is_first_of_model = self._is_first and index == 0
+                is_last_of_model = self._is_last and index == last_index
+                if not is_first_of_model:
                     hidden = _empty_hidden_states(tokens, self._settings)
                     dist.recv(hidden, self._neighbour(PREVIOUS_STAGE))
                 hidden = stage(hidden)
-                if index < len(self._stages) - 1 or not self._is_last:
+                if not is_last_of_model:
                     dist.send(hidden, self._neighbour(NEXT_STAGE))
         self._stages.train()
         if self._is_last:
@@ -119,7 +125,8 @@ class _Pipeline:
         else:
             shape = (*tokens.shape, self._settings.padded_vocabulary)
             logits = torch.empty(shape, device=tokens.device)
-        dist.broadcast(logits, self._ranks.world_size - 1)
+        last_rank = self._ranks.world_size - 1
+        dist.broadcast(logits, last_rank)
         return logits
 
     def _run_optimizer(self, batch: int) -> Update:

@@ -119,8 +119,11 @@ def _is_wrong(page: str, module: str) -> bool:
     """
     row = page.partition(f'title="{module}"')[2].partition("</tr>")[0]
     cells = re.findall(r"<td[^>]*>", row)
-    level = re.search(r"\bc(\d)\b", cells[2]) if cells else None
-    return level is not None and int(level[1]) >= 4
+    if not cells:
+        return False
+    output_cell = cells[2]
+    colour = re.search(r"\bc(\d)\b", output_cell)
+    return colour is not None and int(colour[1]) >= 4
 
 
 def load_recording(path: Path = RECORD) -> RecordedFinding:
@@ -194,32 +197,34 @@ class _Picture:
 
     def draw_modules(self, recording: RecordedFinding) -> None:
         """Draw a cell per module in forward order, and a ring around the first wrong one."""
-        first = recording.wrong_modules[0]
-        count = sum(len(part) for _, part in MODULES)
-        gap = 3.0 if self.width > 500 else 1.5
+        is_wide = self.width > 500
+        gap = 3.0 if is_wide else 1.5
         part_gap = 3 * gap
+        num_modules = sum(len(part) for _, part in MODULES)
         space = self.width - 2 * self.MARGIN - part_gap * (len(MODULES) - 1)
-        step = space / count
-        x, top, height, seconds = float(self.MARGIN), self.y - 8, 30, COMPARED_AT + 0.4
+        step = space / num_modules
+        x, top, height = float(self.MARGIN), self.y - 8, 30
+        seconds = COMPARED_AT + 0.4
         for title, part in MODULES:
-            is_shown = self.width > 500 or title.startswith("layer")
-            if is_shown:
-                label = title if self.width > 500 else title.replace("layer ", "L")
+            label = title
+            if not is_wide:  # There is room for the names of layers only.
+                label = title.replace("layer ", "L") if title.startswith("layer") else ""
+            if label:
                 self._elements.append(
                     f'<text x="{x:.1f}" y="{top + height + 16:g}" class="quiet label '
                     f'{self._shown_from(COMPARED_AT)}">{label}</text>'
                 )
             for module in part:
-                kind = "right"
-                if module in recording.wrong_modules:
-                    kind = "first" if module == first else "wrong"
+                kind = _choose_kind(module, recording)
+                shown = self._shown_from(seconds)
+                width = step - gap
                 self._elements.append(
-                    f'<rect x="{x:.1f}" y="{top:g}" width="{step - gap:.1f}" height="{height}" rx="2" '
-                    f'class="{kind} {self._shown_from(seconds)}"><title>{module}</title></rect>'
+                    f'<rect x="{x:.1f}" y="{top:g}" width="{width:.1f}" height="{height}" rx="2" '
+                    f'class="{kind} {shown}"><title>{module}</title></rect>'
                 )
-                if module == first:
+                if kind == "first":
                     self._elements.append(
-                        f'<rect x="{x - 3:.1f}" y="{top - 3:g}" width="{step - gap + 6:.1f}" '
+                        f'<rect x="{x - 3:.1f}" y="{top - 3:g}" width="{width + 6:.1f}" '
                         f'height="{height + 6}" rx="4" class="ring {self._shown_from(FOUND_AT)}"/>'
                     )
                 x += step
@@ -266,6 +271,13 @@ class _Picture:
             + "\n".join(self._elements)
             + "\n</svg>\n"
         )
+
+
+def _choose_kind(module: str, recording: RecordedFinding) -> str:
+    """Return the class of a module's cell: `right`, `wrong`, or `first` for the first wrong module."""
+    if module not in recording.wrong_modules:
+        return "right"
+    return "first" if module == recording.wrong_modules[0] else "wrong"
 
 
 def wrap_text(text: str, columns: int, indent: str = "") -> list[str]:

@@ -164,17 +164,16 @@ def _check_topology(described: "dict[str, Any]") -> CheckResult:
 def _check_rate(measured: "dict[str, Any]") -> CheckResult:
     """Return the all-reduce rate, with a warning if it is below GOOD_RATE_FRACTION of the link's rate."""
     rate, link_rate = measured["bytes_per_second"], measured["link_bytes_per_second"]
-    devices = "GPUs" if measured["backend"] == "NCCL" else "CPU ranks"
-    between = "{} between {} {}".format(measured["backend"], measured["ranks"], devices)
-    if measured["ranks"] < 2:
+    backend, num_ranks, link = measured["backend"], measured["ranks"], measured["link"]
+    devices = "GPUs" if backend == "NCCL" else "CPU ranks"
+    between = f"{backend} between {num_ranks} {devices}"
+    if num_ranks < 2:
         return pass_or_warn("All-reduce", between + ": nothing to send")
     finding = f"{between}: {rate / 1e9:.2f} GB/s"
     if link_rate is None:
-        finding = "{} over {}".format(finding, measured["link"])
-        return pass_or_warn("All-reduce", finding, "", rate)
-    finding += ", {:.0%} of {} ({:.2f} GB/s)".format(
-        rate / link_rate, measured["link"], link_rate / 1e9
-    )
+        return pass_or_warn("All-reduce", f"{finding} over {link}", "", rate)
+    fraction = rate / link_rate
+    finding += f", {fraction:.0%} of {link} ({link_rate / 1e9:.2f} GB/s)"
     fix = ""
     if rate < GOOD_RATE_FRACTION * link_rate:
         fix = "see that nothing else uses the devices; NCCL_DEBUG=INFO names the path NCCL takes"

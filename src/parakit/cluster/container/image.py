@@ -8,7 +8,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -188,19 +188,29 @@ def build_image(
         )
     settings = build_settings(os.environ, _pip_settings())
     url = os.environ.get("MEGATRON_URL")
-    if url and "@" in urlsplit(url).netloc and urlsplit(url).scheme.startswith("http"):
-        raise LaunchError(
-            "MEGATRON_URL has a login in it, which the labels and the history of the image would show; name a mirror "
-            "that needs none, such as a bare repository on this machine's network."
-        )
+    if url:
+        _check_megatron_url(url)
     command = build_command(pair, url, settings, base_image=base_image, program=program.value)
     if dry_run:
         print(shlex.join(command))
-    result, engine = check_podman_engine() if program is RuntimeName.PODMAN else check_engine()
+    check = check_podman_engine if program is RuntimeName.PODMAN else check_engine
+    result, engine = check()
     if engine is None:
         raise LaunchError(result.refusal)
-    if dry_run:
-        return 0
+    if not dry_run:
+        _run_build(command, settings, pair, program)
+        print(f"Built {pair.name}.")
+    return 0
+
+
+def _run_build(
+    command: Sequence[str], settings: Mapping[str, str], pair: ImagePair, program: RuntimeName
+) -> None:
+    """Run the build command of a pair, with `settings` in the environment.
+
+    Raises:
+        LaunchError: The build failed.
+    """
     # The recipe mounts a cache, which only BuildKit knows. Docker before 23 builds without it by default.
     environment = {"DOCKER_BUILDKIT": "1", **os.environ, **settings}
     status = subprocess.run(command, env=environment, check=False).returncode
@@ -209,8 +219,17 @@ def build_image(
             f"{pair.name} was not built ({program} build ended with {status}); its last lines above say "
             "why. 'make image' resumes from the layers that were built."
         )
-    print(f"Built {pair.name}.")
-    return 0
+
+
+def _check_megatron_url(url: str) -> None:
+    """Raise LaunchError if MEGATRON_URL is a web address with a login."""
+    parts = urlsplit(url)
+    is_web_address = parts.scheme.startswith("http")
+    if is_web_address and "@" in parts.netloc:
+        raise LaunchError(
+            "MEGATRON_URL has a login in it, which the labels and the history of the image would show; name a mirror "
+            "that needs none, such as a bare repository on this machine's network."
+        )
 
 
 def _check_base_image(base_image: str) -> None:

@@ -58,13 +58,14 @@ def _train_dtypes(
     family: Family, layout: Layout, options: Options, ranks: ForkedRanks, folder: Path
 ) -> dict[str, list[float]]:
     """Train a layout in fp32 and in bf16; return the losses of all iterations by dtype."""
-    losses, log = {}, folder / "curve.txt"
-    for dtype, flag in (("fp32", ""), ("bf16", "--bf16")):
+    losses = {}
+    log = folder / "curve.txt"
+    for dtype, dtype_flags in (("fp32", ()), ("bf16", ("--bf16",))):
         run_options = replace(
             options,
             runs=folder,
             data=SMALL_SAMPLE,
-            extra=(*family.base, *layout.flags, *layout.strategy_flags, *flag.split()),
+            extra=(*family.base, *layout.flags, *layout.strategy_flags, *dtype_flags),
             iterations=ITERATIONS,
             micro_batch_size=MICRO_BATCH,
             global_batch_size=layout.samples,
@@ -83,6 +84,6 @@ def _train_dtypes(
         ranks.ensure_start(launch)
         failure = ranks.run(launch, log)
         if failure:
-            raise LaunchError(f"{layout.name} {flag}: the run {failure}")
+            raise LaunchError(f"{layout.name} {' '.join(dtype_flags)}: the run {failure}")
         losses[dtype] = read_losses(log)
     return losses

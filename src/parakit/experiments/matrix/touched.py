@@ -121,26 +121,35 @@ def record_executed_files(
 
     A component that cannot be trained on CPU ranks is left out, so that its cells count as affected by any change.
     """
-    recorder = read_patch_file(relative_to_root(RECORDER))
     for family in families:
         for name, cell in list_component_cells(matrix, family):
-            scratch = folder / f"{cell.id}-executed"
-            scratch.mkdir()
-            pair = cell.make_pair(replace(options, runs=folder))
-            recording = replace(pair.job.options, iterations=1, patch_file=recorder)
-            verification = compose_pair(replace(pair, job=pair.job.with_options(recording)))
-            try:
-                ranks.ensure_start(verification.reference)
-            except LaunchError:
-                continue
-            variable = {variables.EXECUTED: str(scratch)}
-            failure = ranks.run(verification.strategy, folder / "executed.txt", variable)
-            if failure:
-                continue
-            files: set[str] = set()
-            for rank_list in scratch.iterdir():
-                files.update(rank_list.read_text().split())
-            yield f"{family.name}/{name}", frozenset(files)
+            files = _record_cell(cell, replace(options, runs=folder), ranks, folder)
+            if files is not None:
+                yield f"{family.name}/{name}", files
+
+
+def _record_cell(
+    cell: MatrixCell, options: Options, ranks: ForkedRanks, folder: Path
+) -> frozenset[str] | None:
+    """Train a cell for one iteration, and return the files that it executed; None if it cannot be trained."""
+    scratch = folder / f"{cell.id}-executed"
+    scratch.mkdir()
+    pair = cell.make_pair(options)
+    recorder = read_patch_file(relative_to_root(RECORDER))
+    recording = replace(pair.job.options, iterations=1, patch_file=recorder)
+    verification = compose_pair(replace(pair, job=pair.job.with_options(recording)))
+    try:
+        ranks.ensure_start(verification.reference)
+    except LaunchError:
+        return None
+    variable = {variables.EXECUTED: str(scratch)}
+    failure = ranks.run(verification.strategy, folder / "executed.txt", variable)
+    if failure:
+        return None
+    files: set[str] = set()
+    for rank_list in scratch.iterdir():
+        files.update(rank_list.read_text().split())
+    return frozenset(files)
 
 
 def list_component_cells(matrix: Matrix, family: Family) -> list[tuple[str, MatrixCell]]:

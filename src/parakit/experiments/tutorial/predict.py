@@ -119,11 +119,13 @@ def _describe_degrees(split: Parallelism, row: TutorialRow) -> list[str]:
     if split.data > 1:
         parts.append(f"DP {split.data}")
     if split.tensor > 1:
-        parts.append(f"TP {split.tensor}{' with SP' if split.sequence_parallel else ''}")
+        sequence_parallel = " with SP" if split.sequence_parallel else ""
+        parts.append(f"TP {split.tensor}{sequence_parallel}")
     if split.pipeline > 1:
         parts.append(f"PP {split.pipeline}")
     if split.virtual_stages > 1:
-        layers = row.loaded_model.shape.layers // split.pipeline // split.virtual_stages
+        num_stages = split.pipeline * split.virtual_stages
+        layers = row.loaded_model.shape.layers // num_stages
         parts.append(f"{split.virtual_stages} virtual stages of {layers} layers")
     elif split.pipeline > 1:
         parts.append("1F1B")

@@ -92,16 +92,14 @@ class TutorialRow:
     @cached_property
     def parallel_flags(self) -> tuple[str, ...]:
         """Flags of the script that select the strategy. The script gives layers per virtual stage, not their number."""
-        degrees = {
-            name: str(getattr(self.parallelism, field)) for name, field in _DEGREE_FLAGS.items()
-        }
+        degrees: dict[str, object] = {}
+        for flag, field in _DEGREE_FLAGS.items():
+            degrees[flag] = getattr(self.parallelism, field)
         # The scripts of the mixtures pass the flag with TP 1, where Megatron drops it.
         states_sequence = self.parallelism.sequence_parallel or self.chapter == "ep"
-        return (
-            *format_flags(degrees),
-            *(("--sequence-parallel",) if states_sequence else ()),
-            *pick_flags(self.flags, _STRATEGY_FLAGS),
-        )
+        sequence_flags = ("--sequence-parallel",) if states_sequence else ()
+        stage_flags = pick_flags(self.flags, _STRATEGY_FLAGS)
+        return (*format_flags(degrees), *sequence_flags, *stage_flags)
 
     @cached_property
     def training_flags(self) -> tuple[str, ...]:

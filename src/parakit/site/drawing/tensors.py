@@ -93,25 +93,36 @@ def _draw_row(sheet: Sheet, row: _TensorRow, ranks: Iterable[DrawnRank], wide: f
     sheet.y -= 1
     num_lines = sheet.draw_wrapped_text(0, _LABEL_WIDTH - 8, row.name)
     for column, rank in enumerate(ranks):
-        left_edge, box = _LABEL_WIDTH + wide * column, row.make_box(rank)
+        left_edge = _LABEL_WIDTH + wide * column
+        box = row.make_box(rank)
         if box is None:
             sheet.draw_text(left_edge + wide / 2, top + 12, "–", "q", "middle")
             continue
         data = {"rank": rank.number, "holds": box.size_bytes} if box.size_bytes else {}
         sheet.begin_group(f"rank {rank.number}, {row.name}: {box.text}", **data)
-        room = min(wide - 8, _CELL_WIDTH)
-        x = left_edge + 4 + (wide - 8 - room) / 2
-        width = room * box.length
-        if box.cut == "both":
-            matrix_width = width / 2 - 3
-            _draw_parts(sheet, box, x, top, matrix_width, cut_rows=False)
-            _draw_parts(sheet, box, x + width / 2 + 3, top, matrix_width, cut_rows=True)
-        else:
-            _draw_parts(sheet, box, x, top, width, cut_rows=box.cut == "rows")
-        kind = "q" if wide > 70 else "q small"
-        sheet.draw_text(x + room / 2, top + _CELL_HEIGHT + 10, box.text, kind, "middle")
+        _draw_tensor_box(sheet, box, left_edge, top, wide)
         sheet.end_group()
-    sheet.y = top + max(_CELL_HEIGHT + 19, 13 * num_lines + 5)
+    box_height = _CELL_HEIGHT + 19  # With the text below the box.
+    label_height = 13 * num_lines + 5
+    sheet.y = top + max(box_height, label_height)
+
+
+def _draw_tensor_box(
+    sheet: Sheet, box: _TensorBox, left_edge: float, top: float, wide: float
+) -> None:
+    """Draw a tensor's box in the middle of a column that begins at `left_edge`, and its text below."""
+    column_width = wide - 8  # A gap of 4 on both sides.
+    room = min(column_width, _CELL_WIDTH)
+    x = left_edge + 4 + (column_width - room) / 2
+    width = room * box.length
+    if box.cut == "both":
+        matrix_width = width / 2 - 3
+        _draw_parts(sheet, box, x, top, matrix_width, cut_rows=False)
+        _draw_parts(sheet, box, x + width / 2 + 3, top, matrix_width, cut_rows=True)
+    else:
+        _draw_parts(sheet, box, x, top, width, cut_rows=box.cut == "rows")
+    kind = "q" if wide > 70 else "q small"
+    sheet.draw_text(x + room / 2, top + _CELL_HEIGHT + 10, box.text, kind, "middle")
 
 
 def _draw_parts(
