@@ -91,15 +91,29 @@ class Fold:
         return b" " if line.endswith(texts_before_padding) else None
 
 
+CUT_OFF = (
+    "the packed file is cut off or lacks blocks: only the lines that can be unpacked were read"
+)
+"""Note on a packed file of which everything that was unpacked is right."""
+DAMAGED = (
+    "the packed file is damaged: only the lines that can be unpacked were read, and figures after the"
+    " damage may be wrong"
+)
+"""Note on a packed file with wrong bytes.
+
+The checksum of a packed stream stands at its end, so it does not show where the damage begins. The bytes that are
+unpacked after the damage can look like lines with other digits."""
+
+
 def open_log(
-    path: Path, on_damage: Callable[[], None] = lambda: None
+    path: Path, on_damage: Callable[[str], None] = lambda _: None
 ) -> tuple[tuple[LineFormat, ...], Iterator[LogPiece]]:
     """Return the possible formats of a log's iteration lines, and an iterator over its complete lines.
 
     There is a single format if the beginning of the log shows an iteration. Otherwise all known formats are
     returned. The iterator starts at the beginning of the file and yields blocks of unpacked lines. It joins lines
-    that a terminal or `fold` has cut. It calls `on_damage` if the file is packed and cannot be unpacked to its
-    end.
+    that a terminal or `fold` has cut. It calls `on_damage` with CUT_OFF or DAMAGED if the file is packed and cannot
+    be unpacked to its end.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -179,10 +193,11 @@ def _unfold_sample(sample: bytes) -> tuple[Fold | None, bytes]:
     return None, sample
 
 
-def read_chunks(path: Path, on_damage: Callable[[], None] = lambda: None) -> Iterator[bytes]:
+def read_chunks(path: Path, on_damage: Callable[[str], None] = lambda _: None) -> Iterator[bytes]:
     """Yield the bytes of a log, unpacked. The first chunks are small, so that the format is known early.
 
-    If a packed file is cut off or damaged, `on_damage` is called, and the bytes end where unpacking fails.
+    If a packed file is cut off or damaged, `on_damage` is called with CUT_OFF or DAMAGED, and the bytes end where
+    unpacking fails.
 
     Raises:
         OSError: The file cannot be opened or read.
@@ -206,8 +221,10 @@ def read_chunks(path: Path, on_damage: Callable[[], None] = lambda: None) -> Ite
                 if len(chunk) >= size:
                     yield chunk
                     chunk, size = b"", min(2 * size, CHUNK_BYTES)
-        except (OSError, EOFError, zlib.error, lzma.LZMAError):
-            on_damage()
+        except EOFError:
+            on_damage(CUT_OFF)
+        except (OSError, zlib.error, lzma.LZMAError):
+            on_damage(DAMAGED)
         if chunk:
             yield chunk
 
@@ -308,30 +325,40 @@ def _count_numbers(text: bytes) -> int:
     return count
 
 
+def _unpack_bzip2(raw: IO[bytes]) -> Iterator[bytes]:
+    """Yield the unpacked bytes of a file that is packed with bzip2. Each block is checked before it is yielded.
+
+    Raises:
+        EOFError: The file is cut off or damaged.
+    """
+    try:
+        yield from _unpack_streams(raw, bz2.BZ2Decompressor)
+    except OSError as error:
+        raise EOFError("A block of the packed file is damaged.") from error
+
+
 def _unpack_zstd(raw: IO[bytes]) -> Iterator[bytes]:
     """Yield the unpacked bytes of a file that is packed with zstd.
 
     Raises:
-        EOFError: The file is damaged.
+        EOFError: The last frame has no end.
+        OSError: The file is damaged.
     """
     # Few logs are packed with zstd, so the import is not made at the top.
     import zstandard
 
-    reader = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW).stream_reader(
-        raw, read_across_frames=True
-    )
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
     try:
-        while unpacked := reader.read(FIRST_CHUNK_BYTES):
-            yield unpacked
+        yield from _unpack_streams(raw, decompressor.decompressobj)
     except zstandard.ZstdError as error:
-        raise EOFError from error
+        raise OSError("The packed file is damaged.") from error
 
 
 _GZIP = 16 + zlib.MAX_WBITS
 """Format of zlib's streams that is gzip's."""
 _UNPACKERS: dict[bytes, Callable[[IO[bytes]], Iterator[bytes]]] = {
     b"\x1f\x8b": lambda raw: _unpack_streams(raw, lambda: zlib.decompressobj(_GZIP)),
-    b"BZh": lambda raw: _unpack_streams(raw, bz2.BZ2Decompressor),
+    b"BZh": _unpack_bzip2,
     b"\xfd7zXZ\0": lambda raw: _unpack_streams(raw, lzma.LZMADecompressor),
     b"\x28\xb5\x2f\xfd": _unpack_zstd,
 }

@@ -25,6 +25,7 @@ from parakit.logs.diagnosis import classify_log
 from parakit.logs.dialects import canonicalise_arguments
 from parakit.logs.iterations import Iteration
 from parakit.logs.lines import make_printable
+from parakit.logs.pieces import DAMAGED
 from parakit.logs.printed import drop_unreadable_values, parse_printed_spec
 from parakit.logs.scrape import scrape_runs
 from parakit.logs.scraped import ScrapedLog
@@ -171,6 +172,11 @@ class Run:
     def is_running(self) -> bool:
         """True if the run is still training, so that its numbers are preliminary."""
         return self.status.status is Status.RUNNING
+
+    @property
+    def has_damaged_file(self) -> bool:
+        """True if the run's log is a packed file with wrong bytes, so that its figures may be wrong."""
+        return DAMAGED in self.log.notes
 
     @property
     def has_measurements(self) -> bool:

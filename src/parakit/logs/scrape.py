@@ -17,7 +17,7 @@ from parakit.logs.dialects import LineFormat, ParsedIteration, load_dialects
 from parakit.logs.failures import FAILURES
 from parakit.logs.layouts import LayoutReader, LogBlock
 from parakit.logs.lines import LineSplitter, TornLines, unwrap_json
-from parakit.logs.pieces import open_log
+from parakit.logs.pieces import DAMAGED, open_log
 from parakit.logs.run_builder import RunBuilder
 from parakit.logs.scraped import ScrapedLog
 
@@ -25,7 +25,6 @@ _SHORTEST = 8
 """Characters of the shortest line that is read."""
 _MIN_PLAIN_LINES = 4
 """Fewest plain iteration lines that are stored together. Fewer lines are read faster one by one."""
-DAMAGED = "the packed file is damaged or cut off: only the lines that can be unpacked were read"
 _STARTS = re.compile("|".join(start for dialect in load_dialects() for start in dialect.starts))
 """Pattern of lines with which training starts."""
 
@@ -46,7 +45,7 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
         OSError: The file cannot be read.
     """
     damages: list[str] = []
-    formats, pieces = open_log(path, lambda: damages.append(DAMAGED))
+    formats, pieces = open_log(path, damages.append)
     scraper = _Scraper(formats)
     for piece in pieces:
         feed = scraper.feed_block if piece.whole else scraper.feed_lines
@@ -57,7 +56,8 @@ def scrape_runs(path: Path) -> tuple[ScrapedLog, ...]:
             str(path),
             part=number,
             parts=len(runs),
-            notes=damages if number == len(runs) else (),
+            # A cut ends the last run. Other damage can be anywhere in the file.
+            notes=damages if number == len(runs) or DAMAGED in damages else (),
         )
         for number, run in enumerate(runs, start=1)
     )

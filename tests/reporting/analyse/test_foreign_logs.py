@@ -28,6 +28,12 @@ def rows_of(folder):
     return json.loads((folder / "results.json").read_text())["rows"]
 
 
+def test_only_log_of_a_report_is_named_by_its_file(tmp_path):
+    _, text, folder = made(tmp_path, paths=(log(tmp_path / "my-long-run.log"),))
+    assert "my-long-run" in text
+    assert [row["label"] for row in rows_of(folder)] == ["my-long-run.log"]
+
+
 def given(**changes):
     """The arguments with others."""
     lines = [line for line in ARGUMENTS.splitlines() if line.split()[0] not in changes]

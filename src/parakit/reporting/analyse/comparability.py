@@ -24,7 +24,11 @@ from parakit.reporting.analyse.configurations import (
     describe_patch_file,
 )
 from parakit.reporting.analyse.disturbance import has_more_ranks_than_cores, why_disturbed
-from parakit.reporting.analyse.must_agree import describe_differences, describe_unstated_flags
+from parakit.reporting.analyse.must_agree import (
+    DAMAGED_FILE,
+    describe_differences,
+    describe_unstated_flags,
+)
 from parakit.reporting.analyse.statistics import TimeComparison, compare_times
 
 
@@ -142,6 +146,8 @@ def why_withheld(row: Configuration) -> str:
     """Return why the times of a row say nothing about its strategy; empty if they do."""
     if row.estimate is None:
         return ""
+    if any(run.has_damaged_file for run in row.runs):
+        return DAMAGED_FILE
     if has_more_ranks_than_cores(row.newest):
         return OVERSUBSCRIBED
     return DISTURBED if all(map(why_disturbed, row.runs)) else ""
@@ -418,7 +424,7 @@ OVERSUBSCRIBED = "more ranks than cores, so times say nothing about speed"
 DISTURBED = "other programs used the cores, so times say nothing about speed"
 SLOWED_REFERENCE = "its reference took longer than is possible"
 IMPOSSIBLE = "is impossible"
-WITHHELD = (SHARED, OVERSUBSCRIBED, DISTURBED, SLOWED_REFERENCE)
+WITHHELD = (SHARED, OVERSUBSCRIBED, DISTURBED, DAMAGED_FILE, SLOWED_REFERENCE)
 """Reasons for no verdict that the report states once for all rows."""
 
 

@@ -23,6 +23,8 @@ UNPROVEN = (NO_START, DROPOUT, EIGHT_BITS)
 """Reasons that do not count if the losses of two foreign logs agree in spite of them."""
 
 
+DAMAGED_FILE = "the packed file is damaged, so its figures may be wrong"
+"""Reason for no verdict on a run's losses and times."""
 NO_SHAPE = "does not state its model's shape"
 _MAX_NAMED = 4
 """Differences of two models that a sentence names."""

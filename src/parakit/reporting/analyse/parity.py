@@ -22,6 +22,7 @@ from parakit.formatting.units import plural
 from parakit.logs import IterationTable, Run
 from parakit.reporting.analyse.configurations import Configuration
 from parakit.reporting.analyse.must_agree import (
+    DAMAGED_FILE,
     UNPROVEN,
     why_losses_may_differ,
     why_shape_is_unknown,
@@ -137,6 +138,9 @@ def judge_parity(rows: Sequence[Configuration]) -> list[Parity]:
     models_of_kit = {row.newest.model for row in rows if not row.newest.is_foreign}
     for index in with_losses:
         run = rows[index].newest
+        if run.has_damaged_file:
+            verdicts[index] = Parity(NOT_COMPARABLE, DAMAGED_FILE)
+            continue
         if run.model:
             # The model of a log is known by its flags, so logs of one size may have different names.
             name = run.model if run.model in models_of_kit else run.dimensions

@@ -24,7 +24,7 @@ from parakit.reporting.analyse.comparability import (
 from parakit.reporting.analyse.disturbance import ranks_and_cores, why_disturbed
 from parakit.reporting.analyse.earlier import UNDECIDED
 from parakit.reporting.analyse.entry import Entry
-from parakit.reporting.analyse.must_agree import NO_SHAPE
+from parakit.reporting.analyse.must_agree import DAMAGED_FILE, NO_SHAPE
 from parakit.reporting.analyse.parity import HELD, LOGS_AGREE, NOT_COMPARABLE
 from parakit.reporting.analyse.report import Report
 from parakit.reporting.analyse.results import describe_disagreement
@@ -250,14 +250,16 @@ def _power_sentences(report: Report) -> list[str]:
 def withheld_sentences(report: Report) -> list[str]:
     """Return sentences on the rows whose speed is not compared although they have a time; empty if there are none.
 
-    One sentence names all rows that other programs disturbed, and another names all rows with more ranks than
-    cores. Each row with an impossible speed has a sentence of its own.
+    One sentence names all rows that other programs disturbed, and others name all rows with more ranks than
+    cores and all rows of damaged files. Each row with an impossible speed has a sentence of its own.
     """
-    disturbed, oversubscribed = [], []
+    disturbed, oversubscribed, damaged = [], [], []
     for entry in report.entries:
         reason = why_withheld(entry.configuration)
         if reason == DISTURBED:
             disturbed.append(f"{entry.label} ({why_disturbed(entry.run)})")
+        elif reason == DAMAGED_FILE:
+            damaged.append(entry.label)
         elif reason == OVERSUBSCRIBED:
             known = ranks_and_cores(entry.run)
             if known:
@@ -275,6 +277,8 @@ def withheld_sentences(report: Report) -> list[str]:
             f"No speed is compared with {join_first_names(oversubscribed)}: with more ranks than cores,"
             " times say nothing about speed."
         )
+    if damaged:
+        texts.append(f"No speed is compared with {join_first_names(damaged)}: {DAMAGED_FILE}.")
     # Each of these sentences states the row's speed, so that rows cannot share one.
     texts += [
         speed_sentence(entry, report)
