@@ -542,9 +542,9 @@ def _join_pieces(
 ) -> tuple[dict[str, StoredTensor], tuple[ReplicatedPiece, ...]]:
     """Join pieces to full tensors, by name, and return these together with the copies.
 
-    If several pieces have the same name and begin at the same element, the first one becomes part of the full
-    tensor, and each later piece is returned as a copy. With `stacks_layers` False the number of a layer stays
-    in the name, and each layer has its own tensors.
+    Several pieces may have the same name and begin at the same element. The first of them becomes part of the full
+    tensor, and each later piece is returned as a copy. With `stacks_layers` False the number of a layer stays in the
+    name, and each layer has its own tensors.
     """
     pieces_by_name = dict[str, list[_StackablePiece]]()
     for stackable in pieces:

@@ -1,8 +1,8 @@
 """Convert the common state of a torch_dist checkpoint from one strategy to another.
 
-The common state is the part of a torch_dist checkpoint that is identical on all ranks. Tensors are stored in
-full in this format, so the strategy shows only in the common state: in the arguments, by which Megatron decides what it
-loads (`training/checkpointing.py: load_checkpoint`), and in the form of the optimizer's entry.
+The common state is the part of a torch_dist checkpoint that is identical on all ranks. Tensors are stored in full in
+this format, so the strategy shows only in the common state. It shows in the arguments and in the form of the
+optimizer's entry. By the arguments Megatron decides what it loads (`training/checkpointing.py: load_checkpoint`).
 
 * Without a distributed optimizer the entry holds `param_groups` and one `common_step`, a tensor. The main
   weights of a half-precision model are stored as `optimizer.state.fp32_param.…`. An fp32 model has no main

@@ -1,8 +1,8 @@
 """Find ranks whose device stopped inside collectives that their whole group had entered.
 
-NCCL counts per group the last collective that a rank's device completed. Peers can only complete a
-collective if every rank's device takes part, so a rank that entered it and did not complete it has a
-device that failed, or that no longer reports.
+NCCL counts per group the last collective that a rank's device completed. Peers can only complete a collective if every
+rank's device takes part. If a rank entered the collective and did not complete it, its device failed or no longer
+reports.
 """
 
 from __future__ import annotations

@@ -272,9 +272,9 @@ def _find_collectives_completed_by_all(
 ) -> set[CollectiveKey]:
     """Return the collectives of all ranks that every rank completed, in the same order.
 
-    Of equal calls in a row only the first is returned, because the ranks may be one call apart in the others. If
-    another rank left no calls, a collective is left out if it is the last of its group or the first of its
-    signature, because a failed call also counts as completed.
+    Of equal calls in a row only the first is returned, because the ranks may be one call apart in the others. A failed
+    call also counts as completed. So if another rank left no calls, a collective is left out if it is the last of its
+    group or the first of its signature.
     """
     first_of_row = {
         rank: _find_first_calls_of_rows(evidence.get_rank(rank).calls, sequence)

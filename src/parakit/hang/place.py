@@ -285,8 +285,8 @@ def _find_code_place(call: RecordedCall) -> tuple[object, ...]:
 def _list_modules_of_backward(group: str, num_calls: int, num_layers: int) -> list[str]:
     """Return the module of each call that one code place in backward makes per micro batch, in order.
 
-    The frames of backward name no module, so the usual order in tensor parallelism is returned: first the output
-    layer, then the MLP and the attention of each layer. The list is empty if `num_calls` does not fit this order.
+    The frames of backward name no module. So the usual order in tensor parallelism is returned: first the output layer,
+    then the MLP and the attention of each layer. The list is empty if `num_calls` does not fit this order.
 
     Args:
         group: Megatron's short name of the group, such as `tp`.

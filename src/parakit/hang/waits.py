@@ -164,16 +164,13 @@ def find_waits(evidence: HangEvidence) -> Waits:
             if not awaited_ranks and not call.is_point_to_point:
                 unfinished_collectives.setdefault((call.group, call.number), (group, call))
         waits |= _waits_of_failed_call(evidence, rank_evidence)
-        has_call = bool(waits or rank_evidence.pending)
-        # gloo's flight recorder keeps no point-to-point call, so pipeline communication shows only
-        # in the stack. Two stages that communicate with each other do not wait for each other.
-        neighbours = [] if has_call else list(_pipeline_neighbours(evidence, rank_evidence))
-        for neighbour in neighbours:
-            neighbour_evidence = evidence.get_rank(neighbour)
-            if rank in _pipeline_neighbours(evidence, neighbour_evidence):
+        has_recorded_call = bool(waits or rank_evidence.pending)
+        if not has_recorded_call:
+            # gloo's flight recorder keeps no point-to-point call, so pipeline communication shows only
+            # in the stack.
+            waits, is_in_exchange = _waits_in_pipeline(evidence, rank_evidence)
+            if is_in_exchange:
                 ranks_in_exchange.add(rank)
-            else:
-                waits[neighbour] = Wait(rank, neighbour, None)
         if rank_evidence.pending or waits or is_in_collective(rank_evidence.stack):
             ranks_in_calls.add(rank)
         waits_by_rank[rank] = tuple(waits.values())
@@ -184,6 +181,25 @@ def find_waits(evidence: HangEvidence) -> Waits:
         unfinished_collectives=tuple(unfinished_collectives.values()),
         ranks_in_pipeline_communication=tuple(sorted(ranks_in_exchange)),
     )
+
+
+def _waits_in_pipeline(
+    evidence: HangEvidence, rank_evidence: RankEvidence
+) -> tuple[dict[int, Wait], bool]:
+    """Return a rank's waits for neighbouring stages, by its stack, and whether it communicates with one of them.
+
+    Two stages that communicate with each other do not wait for each other.
+    """
+    rank = rank_evidence.rank
+    waits: dict[int, Wait] = {}
+    is_in_exchange = False
+    for neighbour in _pipeline_neighbours(evidence, rank_evidence):
+        neighbour_evidence = evidence.get_rank(neighbour)
+        if rank in _pipeline_neighbours(evidence, neighbour_evidence):
+            is_in_exchange = True
+        else:
+            waits[neighbour] = Wait(rank, neighbour, None)
+    return waits, is_in_exchange
 
 
 def is_in_collective(stack: Iterable[Frame]) -> bool:
@@ -251,8 +267,8 @@ def _awaited_in_call(
 def _must_be_awaited(peer: RankEvidence, call: RecordedCall) -> bool:
     """Return True if other ranks must wait for `peer` in this collective.
 
-    This is so if `peer` has not entered the call. It is also so if the device of `peer` lags behind: the waiting
-    rank's device has begun the call, and the device of `peer` has begun none of its pending calls.
+    This is so if `peer` has not entered the call. It is also so if the device of `peer` lags behind. The waiting rank's
+    device has then begun the call, and the device of `peer` has begun none of its pending calls.
     """
     # A signal stopped the peer's process. It was continued only to write its dump, so a call in that
     # dump may have been entered after the job had already hung.

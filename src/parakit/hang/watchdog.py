@@ -449,8 +449,8 @@ class _LogReader:
     def _assign_rank(self, match: re.Match[str]) -> list[_SpokenLine]:
         """Return a list with the line and its rank; empty if the rank is not known.
 
-        If the line names neither a rank of the job nor a group, and the file belongs to no rank, the rank within the
-        unknown group is used, and `is_rank_uncertain` is set.
+        A line may name neither a rank of the job nor a group, in a file that belongs to no rank. Then the rank within
+        the unknown group is used, and `is_rank_uncertain` is set.
         """
         number_in_group = int(match["rank_in_group"] or match["rank_in_unknown_group"])
         has_group = match["rank_in_group"] is not None

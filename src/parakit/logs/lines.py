@@ -3,8 +3,8 @@
 Invalid UTF-8 is replaced. ANSI escapes and other characters that a terminal would obey are dropped. A carriage
 return ends a line like a newline. A line longer than MAX_LINE is cut before the text of an iteration.
 
-A launcher that labels lines with their rank (`srun -l`, `torchrun --tee`) may tear a line: it writes the first part
-when its buffer is full, and the second part as a separate line with the same label. A torn line is recognised by its
+A launcher that labels lines with their rank (`srun -l`, `torchrun --tee`) may tear a line. It writes the first part
+when its buffer is full. The second part is then a separate line with the same label. A torn line is recognised by its
 missing end.
 """
 

@@ -1,7 +1,7 @@
 """Read the bytes of a log in pieces of complete lines, unpacked and with folded lines joined.
 
-At most one chunk and one line are in memory. The beginning of a log shows the format of its iterations, and whether
-a terminal or `fold` has cut its lines: they are joined if that gives more numbers.
+At most one chunk and one line are in memory. The beginning of a log shows the format of its iterations, and whether a
+terminal or `fold` has cut its lines. Cut lines are joined if that gives more numbers.
 """
 
 from __future__ import annotations

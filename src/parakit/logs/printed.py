@@ -113,9 +113,9 @@ def _read_vocabulary_size(arguments: Mapping[str, str]) -> int:
 def _do_degrees_fit_ranks(arguments: Mapping[str, str]) -> bool:
     """Return True if the printed parallel sizes agree with the printed number of ranks.
 
-    The number of ranks must be a multiple of the product of the parallel sizes. The result is also False if a
-    number is below 1, if the tensor-parallel size is missing, or if the numbers of ranks and of data-parallel
-    ranks are both missing.
+    The number of ranks must be a multiple of the product of the parallel sizes. The result is also False if a number is
+    below 1, or if the tensor-parallel size is missing. The number of ranks or of data-parallel ranks must be stated as
+    well.
     """
     degrees = [_read_integer(arguments, name) for name in _DEGREES]
     world, data = [_read_integer(arguments, name) for name in _RANKS]

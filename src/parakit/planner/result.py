@@ -134,19 +134,25 @@ def plan_strategies(options: PlanOptions) -> PlanResult:
         raise RequestError(
             f"EXTRA has {LAYOUT_FLAG}, which is of one strategy; name it: STRATEGY=pp16dp8."
         )
+    # A picture also shows configurations that are somewhat slower than the ranked ones.
     slack = 1.5 if options.svg else 1.0
     plan, switches = search_recipes(options.recipe or DEFAULTS, options, slack)
     if plan.winner is None:
         raise NothingFitsError(_refusal(plan))
+    training_days = scaling = None
+    if options.tokens:
+        training_days = estimate_training_days(plan, options.tokens)
+        scaling = compare_with_fewest_devices(plan)
     alpa = compare_with_alpa(plan) if options.alpa else ""
+    verified = tuple(dry_run_plan(plan, options.verify)) if options.verify else ()
     return PlanResult(
         plan,
         recipe=options.recipe or "",
         switches=switches,
-        training_days=estimate_training_days(plan, options.tokens) if options.tokens else None,
-        scaling=compare_with_fewest_devices(plan) if options.tokens else None,
+        training_days=training_days,
+        scaling=scaling,
         alpa=alpa,
-        verified=tuple(dry_run_plan(plan, options.verify)) if options.verify else (),
+        verified=verified,
     )
 
 

@@ -5,9 +5,9 @@ lower bound on the seconds of an iteration. The bound counts the work of the slo
 with the most virtual stages, and messages and gradients in the fastest sharding. It assumes that nothing is
 recomputed, that context parallelism sends nothing, and that time per sample is that of the largest micro batch.
 
-Every further choice (micro batch, recomputation, algorithm of context parallelism) can only raise the bound, so
-the search makes these choices one after another, for the lowest bound first. It stops when no bound is below the
-tenth best time. The ranking equals that of an exhaustive search, which a test compares with.
+Every further choice can only raise the bound: the micro batch, the recomputation, and the algorithm of context
+parallelism. So the search makes these choices one after another, for the lowest bound first. It stops when no bound is
+below the tenth best time. The ranking equals that of an exhaustive search, which a test compares with.
 """
 
 from __future__ import annotations

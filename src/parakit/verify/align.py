@@ -1,12 +1,11 @@
 """Find the part of the reference's activation that a rank of the strategy holds.
 
 The inputs are the captures of the reference and of the strategy. For each activation of a rank,
-`ActivationAligner.align` returns the rank's tensor and the same part of the reference's tensor. The split
-follows the strategy: data parallelism splits the batch; sequence and context parallelism split the
-sequence (Megatron's context parallelism gives a rank two chunks, one from the front and one from the
-back); tensor parallelism splits the hidden size or the heads; and an expert has tokens of several ranks.
-Which dimension was split follows from the sizes. If the micro batches of the two runs have different
-sizes, samples are matched by their number in the global batch.
+`ActivationAligner.align` returns the rank's tensor and the same part of the reference's tensor. The split follows the
+strategy. Data parallelism splits the batch. Sequence and context parallelism split the sequence: Megatron's context
+parallelism gives a rank two chunks, one from the front and one from the back. Tensor parallelism splits the hidden size
+or the heads. An expert has tokens of several ranks. Which dimension was split follows from the sizes. If the micro
+batches of the two runs have different sizes, samples are matched by their number in the global batch.
 
 Parameters are not aligned here: their `Placement` tells their part.
 """

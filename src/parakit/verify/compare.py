@@ -458,10 +458,9 @@ class _Comparer:
         """Return the relative error of the part of a tensor that one rank holds.
 
         An error within the tolerance is returned unchanged. A larger error is taken relative to the quadratic
-        mean of the full tensor if the elements of the part are smaller than this mean. The reason is that the
-        tolerance was measured on the full tensor, and that a small element, as a sum of larger numbers, has the
-        same absolute rounding error as a large element. `scale` is the factor by which the reference was
-        multiplied.
+        mean of the full tensor if the elements of the part are smaller than this mean. The reason is that the tolerance
+        was measured on the full tensor. A small element is a sum of larger numbers, and has the same absolute rounding
+        error as a large element. `scale` is the factor by which the reference was multiplied.
         """
         error = relative_error(tensor.ours, tensor.reference)
         is_within_tolerance = error <= comparison.tolerance
@@ -1050,8 +1049,9 @@ def _may_be_partial_sum(rank: CapturedRank, tensor_key: TensorKey) -> bool:
     """Return True if a rank's tensor may be only one term of a sum over tensor-parallel ranks.
 
     There are two such cases. Ranks that share an expert add up their outputs only after the expert, so every
-    tensor inside it may be a term. If there are fewer key/value heads than ranks, the gradient of a head is the
-    sum over the ranks whose queries attend to it, so the gradients of keys, values and key norms may be terms.
+    tensor inside it may be a term. If there are fewer key/value heads than ranks, several ranks have queries that
+    attend to one head. The gradient of the head is the sum over these ranks. So the gradients of keys, values and key
+    norms may be terms.
     """
     if is_in_expert(tensor_key.name):
         return rank.expert_tensor[1] > 1

@@ -1,7 +1,7 @@
 """Read the known numerical bugs of Megatron from `docs/upstream/findings.yaml`, one entry per finding.
 
-A finding is a bug that others have reported or that this project has found, with the Megatron versions that
-have it and, if it can be reproduced on CPU ranks, the command that shows it.
+A finding is a bug that others have reported or that this project has found. It states the Megatron versions that have
+the bug. If the bug can be reproduced on CPU ranks, it also has the command that shows it.
 """
 
 from __future__ import annotations

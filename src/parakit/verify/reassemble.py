@@ -1,10 +1,10 @@
 """Reassemble a reference of several ranks to the capture that one rank would have written.
 
-A strategy is then compared with one rank, however the reference was split. This is the inverse of `align`:
-parts of the sequence, of the hidden size, of heads and vocabulary, and the rows of an expert of all senders
-are joined; micro batches of data-parallel ranks get the numbers that one rank gives them; pipeline stages
-follow one another. A tensor that is equal bit for bit on all tensor-parallel ranks is a full tensor on each.
-A tensor that cannot be joined is noted with the reason, so that it is listed as not compared.
+A strategy is then compared with one rank, however the reference was split. This is the inverse of `align`. Parts of the
+sequence, of the hidden size, of heads and of the vocabulary are joined, and so are an expert's rows of all senders.
+Micro batches of data-parallel ranks get the numbers that one rank gives them. Pipeline stages follow one another. A
+tensor that is equal bit for bit on all tensor-parallel ranks is a full tensor on each. A tensor that cannot be joined
+is noted with the reason, so that it is listed as not compared.
 """
 
 from __future__ import annotations

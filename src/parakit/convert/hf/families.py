@@ -1,11 +1,11 @@
 """List which tensors of Hugging Face make which tensor of Megatron, per family of models.
 
 The table is `families.csv`, one line per tensor. A family has the lines of the family that it extends
-(`_BASES`) too. A line replaces the line of the same key there, and a line without names removes it. Keys are
-the names in Megatron's checkpoints: the layers of one kind are stacked in one tensor, and a norm has the name
-of the linear layer that follows it, with or without Transformer Engine. Where the name of a norm depends on
-Transformer Engine, a line has both keys. A `Reshaping` only moves elements and has an inverse, so it fits
-weights, gradients and optimizer states alike.
+(`_BASES`) too. A line replaces the line of the same key there, and a line without names removes it. Keys are the names
+in Megatron's checkpoints. There the layers of one kind are stacked in one tensor. A norm has the name of the linear
+layer that follows it, with or without Transformer Engine. Where the name of a norm depends on Transformer Engine, a
+line has both keys. A `Reshaping` only moves elements and has an inverse, so it fits weights, gradients and optimizer
+states alike.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Each published measurement is predicted with constants that were fitted without its source. The interval of a
 measurement comes from errors of other configurations alone, so that the fraction of intervals that hold their
 measurement is a test. A source with n errors counts with weight √n, because figures of one lab have more in common
-than figures of several. The ends follow split conformal prediction (Lei et al., JASA 113, 2018): the next error is at
-each of n + 1 positions among n sorted errors with the same probability.
+than figures of several. The ends follow split conformal prediction (Lei et al., JASA 113, 2018). There are n + 1
+positions among n sorted errors, and the next error is at each of them with the same probability.
 
 `errors.csv` holds the errors of the public measurements, as `make validate` wrote them.
 """

@@ -1,10 +1,10 @@
 """Whether other programs slowed a run on CPU ranks down, by the fraction of a core that its ranks got.
 
-The time ledger is the better witness: a rank that computes and waits for no other rank has a core for
-95% of that time or more on a machine that does nothing else, and for 34 to 66% beside four busy loops
-on two cores. Runs without processor times in their ledger are judged by `samples.csv`. There a rank
-that waits for others looks the same as one that got no core, so only the busiest rank is judged: its
-median was 63 to 94% in undisturbed runs of the six strategies.
+The time ledger is the better witness. A rank that computes and waits for no other rank has a core for 95% of that time
+or more, if the machine does nothing else. With four busy loops on two cores it has a core for 34 to 66%. Runs without
+processor times in their ledger are judged by `samples.csv`. There a rank that waits for others looks the same as a rank
+that got no core. So only the busiest rank is judged. Its median was 63 to 94% in undisturbed runs of the six
+strategies.
 """
 
 from __future__ import annotations

@@ -54,8 +54,8 @@ def median_interval(values: Floats) -> tuple[float, float]:
 def order_statistics_interval(values: Floats) -> tuple[float, float]:
     """Return an interval of the median that assumes no distribution.
 
-    The ends are the k-th smallest and the k-th largest sample, for the largest k with which the interval holds the
-    median in at least 95% of all cases. If no k is enough, they are the smallest and the largest sample. It is used
+    The ends are the k-th smallest and the k-th largest sample. k is the largest number with which the interval contains
+    the median in at least 95% of all cases. If no k is enough, they are the smallest and the largest sample. It is used
     for fewer than MIN_FOR_BOOTSTRAP samples; more than 1,000 samples would overflow.
     """
     count = len(values)

@@ -178,9 +178,9 @@ def _num_experts(record: RoutingRecord) -> int:
 def busiest_rank_ratio(record: RoutingRecord, split: Parallelism) -> float:
     """Return the tokens of each layer's busiest rank, summed over the layers, divided by those of an average rank.
 
-    The other ranks wait for the busiest rank in every layer. So the layers are compared one by one: a rank that
-    is busiest in one layer and idle in the next has an average total, and the others still wait for it. The ratio
-    is 1 if no expert has a token.
+    The other ranks wait for the busiest rank in every layer. So the layers are compared one by one. A rank that is
+    busiest in one layer and idle in the next has an average total, and the other ranks still wait for it. The ratio is
+    1 if no expert has a token.
     """
     busiest_tokens = all_tokens = 0
     for tokens_by_layer in _tokens_by_expert_index(record, split).values():

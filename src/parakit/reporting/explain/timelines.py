@@ -1,8 +1,8 @@
 """Read one traced iteration of a run and draw it: one lane per rank, micro batches numbered, idle in grey.
 
-The input is a run's trace file (`trace.json`). Below a pipeline's measured schedule the picture has the
-ideal schedule on the same time axis: all stages take the measured mean time per pass, and messages take no
-time. The report draws these pictures, and `parakit trace` does so for one run.
+The input is a run's trace file (`trace.json`). Below a pipeline's measured schedule the picture has the ideal schedule
+on the same time axis. There all stages take the measured mean time per pass, and messages take no time. The report
+draws these pictures, and `parakit trace` does so for one run.
 """
 
 from __future__ import annotations

@@ -308,8 +308,8 @@ def left_out_sentences(report: Report) -> list[str]:
 def _speed_sentences(report: Report) -> list[str]:
     """Return one sentence per row with its verdict on speed; empty if no rows are compared.
 
-    If there would be more than _MAX_SENTENCES, there is one sentence per reference and verdict instead, with the
-    range of the ratios, and a last sentence that names the table with each row's verdict.
+    If there would be more than _MAX_SENTENCES, there is one sentence per reference and verdict instead, with the range
+    of the ratios. A last sentence then names the table with each row's verdict.
     """
     texts = []
     for entry in report.entries:
