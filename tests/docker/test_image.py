@@ -76,6 +76,18 @@ class TestVersions:
     def test_the_tutorials_pair_is_there(self) -> None:
         assert find_pair("25.09-py3").megatron_version == "0.14.1"
 
+    def test_the_readme_lists_every_pair_and_says_which_is_the_newest(self) -> None:
+        page = (RECIPE / "README.md").read_text()
+        rows = re.findall(
+            r"^\| `([\d.]+-py3)`( \(default\))? \| (\w{8})\b(.*)$", page, re.MULTILINE
+        )
+        pairs = read_pairs(VERSIONS)
+        assert [row[0] for row in rows] == [pair.ngc_tag for pair in pairs]
+        assert [row[2] for row in rows] == [pair.megatron_commit[:8] for pair in pairs]
+        assert [row[0] for row in rows if row[1]] == [pairs[0].ngc_tag]
+        newest = [row[0] for row in rows if "**the newest**" in row[3]]
+        assert newest == [max(pair.ngc_tag for pair in pairs)]
+
     def test_a_digest_behind_a_pair_is_the_bases(self, tmp_path: Path) -> None:
         path = tmp_path / "versions.env"
         path.write_text(f'PAIR_A="25.06-py3 {PUBLISHED} 0.15.0rc2 sha256:{"5" * 64}"\n')
