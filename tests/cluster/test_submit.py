@@ -160,6 +160,21 @@ def test_ranks_in_a_container_of_pyxis_get_its_flags_and_no_folders_of_this_mach
     assert variables.keys() & passed_on == {"UCX_TLS"}
 
 
+@pytest.mark.parametrize("help_text", [PYXIS, "--nodes=N"])
+@pytest.mark.parametrize("runtime", ["apptainer", "podman"])
+def test_apptainer_and_podman_are_started_by_the_launchers_of_the_nodes(
+    programs: Path, tmp_path: Path, sample_prefix: Path, runtime: str, help_text: str
+) -> None:
+    program(programs, "srun", f"echo '{help_text}'")
+    shown = render_gpu_script(sample_prefix, tmp_path, RUNTIME=runtime, IMAGE="26.06-py3")
+    assert "--container-image" not in shown
+    (line,) = (line for line in shown.splitlines() if line.startswith("export DATA="))
+    assert {f"RUNTIME={runtime}", "IMAGE=26.06-py3"} <= set(line.split())
+    assert f"{sys.executable} -m parakit" in shown
+    refused = render_gpu_script(sample_prefix, tmp_path, RUNTIME=runtime, SLURM_IMAGE="/kit.sqsh")
+    assert f"is an image for Pyxis, but RUNTIME={runtime} starts" in refused
+
+
 def test_without_pyxis_ranks_run_on_the_host_and_an_image_is_refused(
     programs: Path, tmp_path: Path, sample_prefix: Path
 ) -> None:

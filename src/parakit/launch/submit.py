@@ -50,6 +50,9 @@ MARGIN_SECONDS = 15
 SETTLED_VARIABLES = ("REPEATS", "RUN_FOLDER", "RUNTIME", "DRY_RUN", "IMAGE")
 """Variables that the job does not get, because they take effect when the job is submitted."""
 
+NODE_RUNTIMES = (RuntimeName.APPTAINER, RuntimeName.PODMAN)
+"""Runtimes whose containers the launcher of each node starts. Slurm itself starts containers by Pyxis alone."""
+
 WANDB_NAMES = ("WANDB_API_KEY", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_MODE", "WANDB_PROJECT")
 
 
@@ -117,12 +120,14 @@ def spread_over_nodes(launch: Launch, count: int) -> Launch:
 
 
 def choose_image(launch: Launch) -> str | None:
-    """Return the image in which ranks run if Slurm has Pyxis; None for the host.
+    """Return the image in which ranks run if Slurm has Pyxis or RUNTIME= is one of NODE_RUNTIMES; None for the host.
 
     Raises:
         LaunchError: IMAGE= names no image pair.
     """
     options = launch.job.options
+    if options.runtime in NODE_RUNTIMES:
+        return find_pair(options.image).name
     if launch.spec.device is DeviceKind.CPU or options.runtime is RuntimeName.HOST:
         return None
     slurm_image = options.slurm.image if options.slurm else None
@@ -176,15 +181,25 @@ def _is_module_variable(name: str) -> bool:
 
 
 def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
-    """Return srun's flags of the kit's image for GPU ranks if Slurm has Pyxis; empty for the host.
+    """Return srun's flags of the kit's image for GPU ranks if Slurm has Pyxis.
+
+    The result is empty for the host, and for containers that the launchers of the nodes start.
 
     Raises:
-        LaunchError: A container was asked for and Slurm has no Pyxis, or the image's file is missing.
+        LaunchError: A container was asked for and Slurm has no Pyxis, the image's file is missing, or SLURM_IMAGE=
+            names an image for Pyxis and RUNTIME= another program.
     """
     if choose_image(launch) is None:
         return ()
     options = launch.job.options
     slurm_image = options.slurm.image if options.slurm else None
+    if options.runtime in NODE_RUNTIMES:
+        if slurm_image:
+            raise LaunchError(
+                f"SLURM_IMAGE={slurm_image} is an image for Pyxis, but RUNTIME={options.runtime} starts containers "
+                "without it; leave one of them out."
+            )
+        return ()
     has_pyxis = "--container-image" in run_program(["srun", "--help"], SUBMIT_SECONDS).out
     if not has_pyxis:
         if options.runtime is RuntimeName.DOCKER or slurm_image:
@@ -213,18 +228,24 @@ def _choose_container_flags(launch: Launch) -> tuple[str, ...]:
 def _describe_task(folder: str, launch: Launch) -> ArrayTask:
     """Return the array task that trains a run in the run folder `folder`.
 
-    The task has the run's arguments and make variables. Its ranks do not start another container.
+    The task has the run's arguments and make variables. Its launchers start a container only if RUNTIME= is one of
+    NODE_RUNTIMES.
     """
     job = launch.job
     variables = {
         name: text for name, text in job.variables.items() if name not in SETTLED_VARIABLES
     }
+    # A task of Pyxis already runs in its container, so it must not start another.
+    runtime = RuntimeName.HOST
+    if job.options.runtime in NODE_RUNTIMES:
+        runtime = job.options.runtime
+        if job.options.image is not None:
+            variables["IMAGE"] = job.options.image
     arguments = job.parakit_arguments
     if launch.saving is not None and not launch.saves_at_stop:
         # The job may be preempted, or reach its time limit.
         arguments = (*arguments, EXIT_SIGNAL_HANDLER)
-    # The task already runs in its container, if it has one, so it must not start another.
-    return ArrayTask(folder, arguments, {**variables, "RUNTIME": RuntimeName.HOST.value})
+    return ArrayTask(folder, arguments, {**variables, "RUNTIME": runtime.value})
 
 
 def _write_and_submit(job: BatchJob, folders: Sequence[Path], image: str | None) -> str:
