@@ -486,3 +486,28 @@ def test_stack_of_the_call_that_timed_out_says_where_its_rank_waits(tmp_path: Pa
         verdict = judge_log(tmp_path, describe_timeout(9, 7), text, f"{prefix} First PG to signal")
         assert "in all_reduce no. 7" in verdict.sentence
         assert "trainer.py:12 in finish" in verdict.sentence
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            "inconsistent collective: CollectiveFingerPrint(OpType=BROADCAST, TensorShape=[34112], "
+            "TensorDtypes=Float, TensorDeviceTypes=TensorOptions(dtype=float (default)))",
+            "torch found that broadcast of [34112] Float of rank 0 differs",
+        ),
+        (
+            "collective: CollectiveFingerPrint(SequenceNumber=21, OpType=BROADCAST, TensorShape=[1], "
+            "TensorDtypes=Long, TensorDeviceTypes=TensorOptions(dtype=float (default), memory_format",
+            "torch found that broadcast of [1] Long as no. 21 of rank 0 differs",
+        ),
+    ],
+)
+def test_one_side_of_a_mismatch_is_reported_and_names_nobody(
+    tmp_path: Path, call: str, says: str
+) -> None:
+    line = f"RuntimeError: Detected mismatch between collectives on ranks. Rank 0 is running {call}"
+    verdict = judge_log(tmp_path, line)
+    assert (verdict.culprits, verdict.suspects) == ((), ())
+    assert says in verdict.sentence
+    assert why_hang([str(tmp_path)]) == 1

@@ -265,6 +265,8 @@ class HangEvidence:
     """The last call that each rank began, of an unknown group, by the logs."""
     is_begun_in_one_group: bool = True
     """False if the ranks began calls of several groups, so that the numbers in `begun` cannot be compared."""
+    differing: Mapping[int, RecordedCall] = field(default_factory=dict)
+    """Calls by rank that torch found to differ from a call that no log shows."""
     blocked_later: tuple[int, ...] = ()
     """Ranks whose watchdog was blocked after a call had timed out, by the logs."""
     reported_elsewhere: tuple[int, ...] = ()

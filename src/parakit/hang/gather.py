@@ -91,6 +91,8 @@ class _GatheredFiles:
     """The last call that each rank began, by the logs."""
     is_begun_in_one_group: bool = True
     """False if the ranks began calls of several groups."""
+    differing: dict[int, RecordedCall] = field(default_factory=dict)
+    """Calls by rank that torch found to differ from a call that no log shows."""
     reported_elsewhere: list[int] = field(default_factory=list)
     """Ranks that reported a timeout first, by the lines of other ranks."""
     asked_ns: int | None = None
@@ -143,6 +145,7 @@ def gather_evidence(paths: Sequence[Path]) -> HangEvidence:
         asked_ns=gathered.asked_ns,
         begun=gathered.begun,
         is_begun_in_one_group=gathered.is_begun_in_one_group,
+        differing=gathered.differing,
         blocked_later=tuple(gathered.blocked_later),
         reported_elsewhere=tuple(gathered.reported_elsewhere),
     )
@@ -154,7 +157,7 @@ def _select_known_ranks(gathered: _GatheredFiles) -> dict[int, RankEvidence]:
     A rank that only a log reports, as failed, as stuck or as beginning a call, is among them. A file that was
     refused may have left an empty entry of its rank, which is left out.
     """
-    reported_ranks = {*gathered.failures, *gathered.stuck, *gathered.begun}
+    reported_ranks = {*gathered.failures, *gathered.stuck, *gathered.begun, *gathered.differing}
     for rank in reported_ranks:
         gathered.get_rank(rank)
     ranks: dict[int, RankEvidence] = {}
@@ -239,6 +242,7 @@ def _add_log(gathered: _GatheredFiles, path: Path, log: WatchdogLog) -> None:
     gathered.blocked_later += log.blocked_later
     gathered.reported_elsewhere += log.reported_elsewhere
     gathered.begun |= log.begun
+    gathered.differing |= log.differing
     gathered.is_begun_in_one_group &= log.is_begun_in_one_group
     gathered.compared += log.compared
     for timeout in log.timeouts:

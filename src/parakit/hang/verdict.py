@@ -208,19 +208,33 @@ def _judge_stuck_ranks(waits: Waits, ranks: Sequence[int]) -> HangVerdict:
 
 
 def _judge_begun_calls(waits: Waits) -> HangVerdict:
-    """Return an undecided verdict on a log that has only the beginnings of calls.
+    """Return an undecided verdict on a log that has only the beginnings of calls, or one call that differs.
 
     Before each call torch waits for all ranks of the group. So if all calls are of one group, a rank with a lower
     number did not come to the last call, or the log was cut off: it is a suspect.
     """
     evidence = waits.evidence
+    sentences = [
+        f"torch found that {describe_call(call)}{_describe_number(call)} of {format_ranks([rank])} differs from the "
+        "call of another rank, which the log does not show: add the logs of the other ranks."
+        for rank, call in evidence.differing.items()
+    ]
     late_ranks = []
-    if evidence.is_begun_in_one_group:
-        last_number = max(call.number for call in evidence.begun.values())
-        late_ranks = [rank for rank, call in evidence.begun.items() if call.number < last_number]
-    reason = "The log shows which calls the ranks began, and neither their groups nor their ends."
+    if evidence.begun:
+        sentences.append(
+            "The log shows which calls the ranks began, and neither their groups nor their ends. "
+            f"{describe_ranks(evidence)}"
+        )
+        if evidence.is_begun_in_one_group:
+            last_number = max(call.number for call in evidence.begun.values())
+            late_ranks = [
+                rank for rank, call in evidence.begun.items() if call.number < last_number
+            ]
     return _make_verdict(
-        waits, sentence=f"{reason} {describe_ranks(evidence)}", suspects=sorted(late_ranks)
+        waits,
+        sentence=" ".join(sentences),
+        suspects=sorted(late_ranks),
+        kind=HangKind.OTHER_COLLECTIVE if evidence.differing else None,
     )
 
 
@@ -401,7 +415,8 @@ def _judge_job_at_work(waits: Waits) -> HangVerdict | None:
     evidence = waits.evidence
     if evidence.timed_out:
         return None
-    if evidence.begun and not any(state.is_known for state in evidence.ranks.values()):
+    has_calls = evidence.begun or evidence.differing
+    if has_calls and not any(state.is_known for state in evidence.ranks.values()):
         return _judge_begun_calls(waits)
     verdict = _judge_recent_calls(waits.evidence)
     if verdict or waits.ranks_in_calls:

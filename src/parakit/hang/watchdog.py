@@ -145,6 +145,8 @@ class WatchdogLog:
     """The last call that each rank began, of any group. Such lines name no group, and no end of a call."""
     is_begun_in_one_group: bool = True
     """False if the ranks began calls of several groups."""
+    differing: dict[int, RecordedCall] = field(default_factory=dict)
+    """Calls by rank that torch found to differ from a call that the log does not show."""
     reported_elsewhere: list[int] = field(default_factory=list)
     """Ranks that reported a timeout first, by the lines of other ranks."""
     is_rank_uncertain: bool = False
@@ -153,8 +155,8 @@ class WatchdogLog:
     @property
     def is_empty(self) -> bool:
         """True if the log has no line that was read."""
-        reports = (self.timeouts, self.progress, self.absent, self.compared, self.stuck, self.begun)
-        return not any(reports)
+        has_reports = self.timeouts or self.progress or self.absent or self.compared or self.stuck
+        return not (has_reports or self.begun or self.differing)
 
 
 def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> WatchdogLog:
@@ -302,6 +304,8 @@ class _LogReader:
         log.timeouts = [self._add_frames(timeout) for timeout in log.timeouts]
         if len(self._inconsistent) > 1:
             log.compared += _pair_different_calls(self._inconsistent)
+        else:
+            log.differing |= self._inconsistent
         self._add_desync(namer)
         self._add_stuck_ranks()
         has_enough_calls = all(count > 1 for count in self._begun_calls_by_rank.values())
