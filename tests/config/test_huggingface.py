@@ -91,6 +91,11 @@ def test_flags_contain_a_non_default_epsilon_and_the_kind_of_gelu(tmp_path: Path
         ({**LLAMA, "rope_scaling": {"type": "linear", "factor": 2.5}}, "factor = 2.5"),
         ({**LLAMA, "rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor"),
         ({**LLAMA, "model_type": "qwen3"}, "head_dim = null"),
+        ({**FAMILIES["glm"], "head_dim": None}, "head_dim = null"),
+        ({**FAMILIES["glm"], "num_key_value_heads": None}, "num_key_value_heads = null"),
+        ({**FAMILIES["glm"], "attention_bias": False}, "attention_bias"),
+        ({**FAMILIES["glm"], "rope_scaling": YARN}, 'rope_type = "yarn"'),
+        ({**LLAMA, "rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
         ({**FAMILIES["mixtral"], "router_jitter_noise": 0.1}, "router_jitter_noise"),
         ({**LLAMA, "rope_theta": 10000.5}, "rope_theta"),
         ({**LLAMA, "attention_bias": True}, "attention_bias"),
@@ -132,6 +137,12 @@ def test_planner_accepts_configs_that_cannot_be_converted(tmp_path: Path) -> Non
         ),
         (("--qk-layernorm", "--add-qkv-bias"), "--qk-layernorm with --add-qkv-bias"),
         (("--multi-latent-attention",), "--multi-latent-attention .*Megatron-Bridge may"),
+        (("--rotary-percent", "0.5"), "--rotary-percent turns a part of each head alone"),
+        (("--rotary-interleaved",), "--rotary-interleaved is converted for GLM alone"),
+        (
+            ("--rotary-interleaved", "--add-qkv-bias", "--qk-layernorm"),
+            "--rotary-interleaved is converted for GLM alone",
+        ),
         (
             ("--num-experts", "8", "--moe-router-pre-softmax"),
             "--moe-router-pre-softmax, which Mixtral",
@@ -145,6 +156,45 @@ def test_flags_of_another_architecture_have_no_config(
     flag_list = read_exact_config_flags(written(tmp_path, LLAMA))
     with pytest.raises(ValueError, match=message):
         build_config(merge_flags(flag_list, more), "float32")
+
+
+def test_glm_turns_half_of_each_head_and_pairs_of_neighbours(tmp_path: Path) -> None:
+    """The fraction stands in the config, or among the rotary parameters of transformers 5; 0.5 is the default."""
+    config = {name: FAMILIES["glm"][name] for name in FAMILIES["glm"] if name != "rope_theta"}
+    config["rope_parameters"] = {"rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    fractions = {
+        0.5: FAMILIES["glm"],
+        0.25: {name: value for name, value in config.items() if name != "partial_rotary_factor"},
+    }
+    for fraction, stated in fractions.items():
+        parsed = flags(tmp_path, stated)
+        assert parsed.number("--rotary-percent") == fraction
+        assert parsed.has("--rotary-interleaved")
+        assert parsed.has("--add-qkv-bias")
+    unstated = {
+        name: value for name, value in FAMILIES["glm"].items() if name != "partial_rotary_factor"
+    }
+    assert flags(tmp_path, unstated).number("--rotary-percent") == 0.5
+
+
+GLM_4_9B = {
+    "model_type": "glm",
+    "hidden_size": 4096,
+    "intermediate_size": 13696,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 40,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "vocab_size": 151552,
+    "max_position_embeddings": 131072,
+    "attention_bias": True,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1.5625e-07,
+}
+
+
+def test_glm_has_the_parameters_of_its_checkpoint(tmp_path: Path) -> None:
+    assert parameters(tmp_path, GLM_4_9B) == 9_399_951_360
 
 
 QWEN3_MOE = {

@@ -1,6 +1,6 @@
 """A Hugging Face `config.json` as Megatron's flags, and the reverse.
 
-The planner reads GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, GPT-OSS and DeepSeek V3 configs,
+The planner reads GPT-2, Llama, Mistral, GLM, Qwen2, Qwen3, Mixtral, GPT-OSS and DeepSeek V3 configs,
 whatever type a checkpoint is stored in. Weights are converted for the types in
 `CONVERTIBLE_MODEL_TYPES` only, and only if Megatron's flags express the config exactly
 (`read_exact_config_flags`).
@@ -33,7 +33,7 @@ kernel.
 """
 
 CONVERTIBLE_MODEL_TYPES = (
-    *("gpt2", "llama", "mistral", "phi3", "smollm3", "qwen2", "qwen3"),
+    *("gpt2", "llama", "mistral", "phi3", "smollm3", "qwen2", "qwen3", "glm"),
     *("mixtral", "qwen2_moe", "qwen3_moe"),
 )
 """Model types whose weights are converted."""
@@ -219,7 +219,8 @@ def build_config(arguments: Sequence[str], dtype: str) -> dict[str, Any]:
     """
     flags = Flags(arguments)
     for flag, why in _NO_COUNTERPART.items():
-        if _differs_from_default(flags, flag):
+        is_known = flag == "--rotary-percent" and flags.has(_INTERLEAVED)
+        if _differs_from_default(flags, flag) and not is_known:
             raise ConfigError(
                 f"{flag} {why}, so the model is none of {', '.join(_CLASSES)}; {MEGATRON_BRIDGE}."
             )
@@ -285,6 +286,12 @@ class _Config:
     def scaling(self) -> str:
         """Scaling of rotary frequencies: `default`, `llama3`, …"""
         return str(self.rotary.get("rope_type") or self.rotary.get("type") or "default")
+
+    @property
+    def glm_rotary_fraction(self) -> float:
+        """Fraction of a head that turns in GLM; 0.5 if the config does not state it."""
+        fraction = self.rotary.get("partial_rotary_factor")
+        return self.number("partial_rotary_factor", 0.5) if fraction is None else float(fraction)
 
     @property
     def sequence(self) -> int:
@@ -389,6 +396,22 @@ def _qwen3(config: _Config) -> dict[str, object]:
     return {**_llama(config), "--qk-layernorm": True}
 
 
+def _glm(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a GLM config, such as GLM-4-9B's.
+
+    A part of each head turns, and neighbouring elements turn together. Fused rotary positions are switched off,
+    because Megatron refuses them for such pairs with Transformer Engine before 2.3.
+    """
+    return {
+        **_llama(config),
+        "--add-qkv-bias": True,
+        "--rotary-percent": config.glm_rotary_fraction,
+        _INTERLEAVED: True,
+        "--no-rope-fusion": True,
+        _EPSILON: _other_epsilon(config.number("rms_norm_eps", 1.5625e-7)),
+    }
+
+
 def _experts(config: _Config, experts: str, columns: str) -> dict[str, object]:
     """Return the flags of a mixture of experts.
 
@@ -477,6 +500,7 @@ _KINDS: Mapping[str, Callable[[_Config], dict[str, object]]] = {
     "smollm3": _llama,
     "qwen2": lambda config: {**_llama(config), "--add-qkv-bias": True},
     "qwen3": _qwen3,
+    "glm": _glm,
     "mixtral": lambda config: (
         _llama(config) | _experts(config, "num_local_experts", "intermediate_size")
     ),
@@ -513,6 +537,7 @@ _NEEDED: Mapping[str, Mapping[str, bool | str | float]] = {
     "smollm3": {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False},
     "qwen2": {"hidden_act": "silu"},
     "qwen3": {"hidden_act": "silu", "attention_bias": False},
+    "glm": {"hidden_act": "silu", "attention_bias": True},
     "mixtral": {"hidden_act": "silu", "router_jitter_noise": 0.0},
     "qwen2_moe": {"hidden_act": "silu", "qkv_bias": True},
     "qwen3_moe": {"hidden_act": "silu", "attention_bias": False},
@@ -543,14 +568,28 @@ def _inexact_llama(config: _Config) -> Inexact:
 
     An entry has the field's name, its value, and a text that says which values can be expressed.
     """
-    rotary, scaling = config.rotary, config.scaling
+    yield from _inexact_scaling(config)
+    rotary, model_type = config.rotary, config.values["model_type"]
     base = rotary["rope_theta"]
     if base != int(base):
         yield "rope_theta", base, "a whole number"
-    if rotary.get("partial_rotary_factor", 1) != 1:
+    if model_type != "glm" and rotary.get("partial_rotary_factor", 1) != 1:
         yield "partial_rotary_factor", rotary["partial_rotary_factor"], "1"
-    if scaling not in ("default", "llama3", "linear", "yarn"):
-        yield "rope_type", scaling, "default, llama3, linear or yarn"
+    # The width of a head and the number of keys that transformers takes without the fields are not Llama's.
+    fields_with_defaults = {"qwen3": ("head_dim",), "qwen3_moe": ("head_dim",)}
+    fields_with_defaults["glm"] = ("head_dim", "num_key_value_heads")
+    for field in fields_with_defaults.get(model_type, ()):
+        if not config.has(field):
+            yield field, None, "a config that states it"
+
+
+def _inexact_scaling(config: _Config) -> Inexact:
+    """Yield the fields of a scaling of rotary frequencies that Megatron's flags do not express."""
+    rotary, scaling = config.rotary, config.scaling
+    is_glm = config.values["model_type"] == "glm"
+    known_scalings = ("default",) if is_glm else ("default", "llama3", "linear", "yarn")
+    if scaling not in known_scalings:
+        yield "rope_type", scaling, " or ".join(known_scalings)
     factor = rotary.get("factor", 1)
     if scaling == "linear" and factor != int(factor):
         yield "factor", factor, "a whole number"
@@ -558,9 +597,6 @@ def _inexact_llama(config: _Config) -> Inexact:
         for field in ("attention_factor", "mscale", "mscale_all_dim"):
             if rotary.get(field) is not None:
                 yield field, rotary[field], "a model without that field"
-    # The width of a head that transformers takes without the field is not hidden_size / heads.
-    if config.values["model_type"] in ("qwen3", "qwen3_moe") and not config.has("head_dim"):
-        yield "head_dim", None, "a config that states it"
     if scaling == "llama3":
         for field, only_value in _SCALING.items():
             if rotary.get(field, only_value) != only_value:
@@ -584,6 +620,8 @@ _NO_COUNTERPART = {
 }
 _SHARES_ARCHITECTURE = {"mistral": "llama", "phi3": "llama"}
 """Model types whose tensors and flags are those of another type."""
+_INTERLEAVED = "--rotary-interleaved"
+"""Flag with which neighbouring elements of a head turn together, and not those half a head apart."""
 _NO_ROTARY = "--no-rope-freq"
 """Flag with a 1 for each layer without rotary positions, and a 0 for each other layer."""
 _ROUTED = ("mixtral", "qwen2_moe", "qwen3_moe")
@@ -594,6 +632,7 @@ _CLASSES = {
     "smollm3": "SmolLM3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "glm": "GlmForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
@@ -694,11 +733,19 @@ def _find_rotary_type(flags: Flags) -> str:
     """Return the `model_type`, such as `llama`, of a model with rotary positions and these flags.
 
     Raises:
-        ConfigError: No model type that can be converted has both QK norms and biases of Q, K and V.
+        ConfigError: No model type that can be converted has both QK norms and biases of Q, K and V, or turns
+            neighbouring elements without such biases.
     """
     has_query_norm, has_bias = flags.has("--qk-layernorm"), flags.has("--add-qkv-bias")
     has_experts = flags.has("--num-experts")
     is_plain = not (has_query_norm or has_bias or has_experts)
+    if flags.has(_INTERLEAVED):
+        if not has_bias or has_query_norm or has_experts or flags.has(_NO_ROTARY):
+            raise ConfigError(
+                f"{_INTERLEAVED} is converted for GLM alone, which has --add-qkv-bias and neither "
+                f"--qk-layernorm nor experts; {MEGATRON_BRIDGE}."
+            )
+        return "glm"
     if flags.has(_NO_ROTARY) and is_plain:
         return "smollm3"
     if has_query_norm and has_bias:
@@ -743,6 +790,11 @@ def _rotary_config(flags: Flags) -> dict[str, Any]:
         config["attention_bias"] = False
     if model_type in ("llama", "smollm3"):
         config["mlp_bias"] = False
+    if model_type == "glm":
+        config["attention_bias"] = True
+        config["partial_rotary_factor"] = flags.number("--rotary-percent", 1)
+        # The type's default is a token of GLM's own vocabulary.
+        config["pad_token_id"] = None
     if model_type == "smollm3":
         skips = re.findall("[01]", flags.text(_NO_ROTARY))
         config["no_rope_layers"] = [1 if skip == "0" else 0 for skip in skips]

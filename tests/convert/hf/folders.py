@@ -65,6 +65,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
         "pad_token_id": 0,
     },
+    "glm": {
+        **DENSE,
+        "model_type": "glm",
+        "head_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "attention_bias": True,
+        "pad_token_id": 0,
+    },
     "qwen2": {**DENSE, "model_type": "qwen2", "use_sliding_window": False},
     "qwen3": {**DENSE, "model_type": "qwen3", "head_dim": 6, "attention_bias": False},
     "mixtral": {

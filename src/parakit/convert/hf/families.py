@@ -283,6 +283,7 @@ _BASES = {
     "phi3": "llama",
     "qwen2": "llama",
     "qwen3": "llama",
+    "glm": "qwen2",
     "mixtral": "llama",
     "qwen2_moe": "qwen2",
     "qwen3_moe": "qwen3",
