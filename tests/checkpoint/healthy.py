@@ -52,6 +52,7 @@ def row(
             f"train-{strategy}-{model}-2cpu",
             iterations=2,
             saving=Saving(2),
+            shared_start=False,
             extra=tuple(extra.split()),
             megatron_lm=checkout,
             allow_unknown_megatron=checkout is not None,
