@@ -545,6 +545,14 @@ _NEEDED: Mapping[str, Mapping[str, bool | str | float]] = {
 """Fields that must have one value, by model type."""
 
 
+_STATED: Mapping[str, tuple[str, ...]] = {
+    "qwen3": ("head_dim",),
+    "qwen3_moe": ("head_dim",),
+    "glm": ("head_dim", "num_key_value_heads"),
+}
+"""Fields that must be present, by model type, because `transformers` takes other values without them than Llama's."""
+
+
 def _inexact(config: _Config) -> Inexact:
     """Yield the fields of a config that Megatron's flags do not express."""
     kind = config.values["model_type"]
@@ -575,10 +583,7 @@ def _inexact_llama(config: _Config) -> Inexact:
         yield "rope_theta", base, "a whole number"
     if model_type != "glm" and rotary.get("partial_rotary_factor", 1) != 1:
         yield "partial_rotary_factor", rotary["partial_rotary_factor"], "1"
-    # The width of a head and the number of keys that transformers takes without the fields are not Llama's.
-    fields_with_defaults = {"qwen3": ("head_dim",), "qwen3_moe": ("head_dim",)}
-    fields_with_defaults["glm"] = ("head_dim", "num_key_value_heads")
-    for field in fields_with_defaults.get(model_type, ()):
+    for field in _STATED.get(model_type, ()):
         if not config.has(field):
             yield field, None, "a config that states it"
 
