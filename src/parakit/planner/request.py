@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 from dataclasses import replace
 
@@ -294,11 +295,13 @@ def resolve_device_counts(options: PlanOptions, domain: int) -> tuple[int, int]:
             raise RequestError(f"{name.upper()}= is {value}; use 1 or more.")
     devices, nodes, per_node = options.gpus, options.nodes, options.gpus_per_node
     if devices is None:
-        devices = (nodes or 1) * (per_node or (domain if nodes else 1))
+        default_per_node = domain if nodes else 1
+        devices = (nodes or 1) * (per_node or default_per_node)
     if devices > MOST_DEVICES:
         raise RequestError(f"{devices:,} GPUs are more than any cluster has; use {MOST_DEVICES:,}.")
     if per_node is None:
-        per_node = -(-devices // nodes) if nodes else min(devices, domain)
+        # Rounded up, so that a number of devices that the nodes cannot share evenly is refused below.
+        per_node = math.ceil(devices / nodes) if nodes else min(devices, domain)
     if nodes is not None and nodes * per_node != devices:
         raise RequestError(
             f"{plural(nodes, 'node')} of {per_node} have {nodes * per_node} GPUs, not {devices}; leave "

@@ -519,11 +519,9 @@ def _stated_batch(measurement: PublishedMeasurement, data: int, pipeline: int) -
             )
         global_batch = micro * data
     if global_batch % (micro * data):
-        if measurement.mbs or global_batch % data:
-            raise RefusedError(
-                f"a global batch of {global_batch} is no multiple of micro batch {micro} x DP {data}"
-            )
-        micro = 1
+        raise RefusedError(
+            f"a global batch of {global_batch} is no multiple of micro batch {micro} x DP {data}"
+        )
     return Batch(micro, global_batch)
 
 

@@ -210,18 +210,26 @@ def attention_variant(run: Run) -> str:
 
 
 def _compare_with_megatron(run: Run, megatron_flops: float | None, flops: int) -> str:
-    """Return by how much Megatron's FLOP count differs from the kit's, and why.
+    """Return a note on the FLOP count: by how much Megatron's own count differs, and what this count leaves out.
 
-    The text is empty if the counts agree or the cause is unknown.
+    The second part names a variant of attention that is counted as usual attention. The note has only this part if the
+    two counts agree or Megatron's is unknown. It is empty if the attention is usual, too.
+
+    Args:
+        run: The run.
+        megatron_flops: FLOPs per iteration by Megatron's printed throughput; None if unknown.
+        flops: FLOPs per iteration by the kit's formulas.
     """
     variant = attention_variant(run)
-    cause = variant and f"{variant} is counted as attention"
-    if megatron_flops is None or abs(flops / megatron_flops - 1) <= DISAGREEMENT:
-        return cause
-    return (
-        f"FLOPs differ from Megatron's own count by {flops / megatron_flops - 1:+.1%} ({flops:.4g} here,"
-        f" {megatron_flops:.4g}){f': {cause}' if cause else ''}"
-    )
+    variant_note = f"{variant} is counted as attention" if variant else ""
+    if megatron_flops is None:
+        return variant_note
+    difference = flops / megatron_flops - 1
+    if abs(difference) <= DISAGREEMENT:
+        return variant_note
+    counts = f"{flops:.4g} here, {megatron_flops:.4g}"
+    note = f"FLOPs differ from Megatron's own count by {difference:+.1%} ({counts})"
+    return f"{note}: {variant_note}" if variant_note else note
 
 
 def _find_peak(device: str, dtype: str) -> tuple[float | None, str, str]:

@@ -225,9 +225,9 @@ def routing_sentences(subject: Subject, _: Sequence[Subject]) -> Iterator[str]:
 
 
 def answer_routing(subjects: Sequence[Subject]) -> str:
-    """Return two sentences: the busiest expert of all runs, and the cost of waiting for it.
+    """Return a sentence on the busiest expert of all runs, and one on the cost of waiting for other ranks' experts.
 
-    The text is empty if no run has a `routing.json`.
+    The second sentence is left out if the cost is unknown. The text is empty if no run has a `routing.json`.
     """
     busiest: Subject | None = None
     largest_ratio = -math.inf
