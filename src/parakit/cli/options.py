@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 from parakit.cli.commands import BENCH, BENCH_NAME, BENCHES, COMMANDS, REMOVED, Command
 from parakit.config.setting import SettingError, parse_setting, parse_settings, refuse_renamed
-from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, Setting
+from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, WHAT_IF, Setting
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
 _NEVER_IGNORED = {
@@ -255,9 +255,14 @@ def rewrite_for_parakit(text: str, command: Command | None) -> str:
         return f"parakit {match[1]}" if named is not None and named.handler else match[0]
 
     text = _MAKE_COMMAND.sub(to_parakit, text)
-    return rewrite_as_options(text, command or Command("", "", ""))
+    if text.startswith(WHAT_IF.name):
+        # The value of --what-if has make variables in it, whose names stay as the user wrote them.
+        return text.replace(f"{WHAT_IF.name}=", "--what-if ").replace(WHAT_IF.name, "--what-if")
+    return _SUBJECT.sub("--extra", rewrite_as_options(text, command or Command("", "", "")))
 
 
+_SUBJECT = re.compile(r"^EXTRA(?= has )")
+"""The variable EXTRA where a message speaks of its flags."""
 _MAKE_COMMAND = re.compile(r"\bmake ([1-9a-z][\w<>…%-]*)")
 
 
