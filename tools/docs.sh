@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# `make docs`: site/ from the repository's own pages, the planner that runs in the reader's browser, and the two
+# `make docs`: site/ from the repository's own pages, the planner that runs in the reader's browser, and the
 # pages that are too large to be committed.
 # mkdocs has an environment of its own, .venv-docs, with the packages of requirements-docs.txt.
 set -euo pipefail

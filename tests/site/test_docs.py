@@ -19,7 +19,7 @@ from parakit.cli.program import FAMILIES
 from parakit.config.files import PYTHON_PATH, ROOT
 from parakit.config.settings import SETTINGS
 from parakit.experiments.matrix.definition import load_matrix
-from parakit.experiments.matrix.page import write_cells_page
+from parakit.experiments.matrix.page import write_cells_page, write_differences_page
 from parakit.site.hooks import MADE_LATER, indent_nested_lists, list_pages, render_settings_page
 from tests.given import command_named
 
@@ -72,6 +72,20 @@ def test_the_generated_page_of_cells_has_every_cell_that_the_matrix_links_to(
     linked = set(re.findall(r"\(parity-cells\.html#([^)]+)\)", matrix))
     assert linked
     assert linked <= set(re.findall(r'id="([^"]+)"', page.read_text()))
+
+
+def test_the_page_of_differences_has_every_pair_that_did_not_hold_and_leads_to_its_cell(
+    tmp_path: Path,
+) -> None:
+    stored, matrix = ROOT / "docs", load_matrix()
+    cells = write_cells_page(stored=stored, folder=tmp_path, matrix=matrix).read_text()
+    page = write_differences_page(stored=stored, folder=tmp_path, matrix=matrix).read_text()
+    linked = re.findall(r'href="parity-cells\.html#([^"]+)"', page)
+    in_matrix = re.findall(
+        r"\(parity-cells\.html#([^)]+)\)", (ROOT / "docs/parity-matrix.md").read_text()
+    )
+    assert set(linked) == set(in_matrix)
+    assert set(linked) <= set(re.findall(r'id="([^"]+)"', cells))
 
 
 def test_pages_that_make_docs_generates_are_not_committed() -> None:
@@ -163,6 +177,7 @@ def test_the_site_is_built_without_a_warning() -> None:
     subprocess.run(("make", "docs"), cwd=ROOT, check=True)
     assert (ROOT / "site/index.html").is_file()
     assert (ROOT / "site/planner/pyodide.asm.wasm").is_file()
+    assert 'id="search"' in (ROOT / "site/docs/parity-differences.html").read_text()
     assert "dense.tp2" in (ROOT / "site/docs/parity-cells.html").read_text()
     assert "Megatron" in (ROOT / "site/docs/residuals.html").read_text()
 

@@ -9,7 +9,7 @@ import pytest
 
 from parakit.config.files import ROOT
 from parakit.experiments.matrix.definition import load_matrix
-from parakit.experiments.matrix.page import write_cells_page
+from parakit.experiments.matrix.page import write_cells_page, write_differences_page
 from parakit.site.drawing.figure import render_drawings_page
 from parakit.site.planner_page import TEMPLATES
 from tests.chromium import chromium, needs_chromium
@@ -34,11 +34,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "planner.html").write_text(planner, encoding="utf-8")
     shutil.copy(ROOT / "src/parakit/formatting/house.css", made)
     write_cells_page(stored=ROOT / "docs", folder=made, matrix=load_matrix())
+    write_differences_page(stored=ROOT / "docs", folder=made, matrix=load_matrix())
     return made
 
 
 @needs_chromium
-@pytest.mark.parametrize("name", ["drawings.html", "planner.html", "parity-cells.html"])
+@pytest.mark.parametrize(
+    "name", ["drawings.html", "planner.html", "parity-cells.html", "parity-differences.html"]
+)
 @pytest.mark.parametrize("width", [400, 1400])
 def test_a_page_is_no_wider_than_its_window(folder: Path, name: str, width: int) -> None:
     framed = folder / f"framed-{name}"

@@ -11,7 +11,7 @@ from parakit.lazy import lazy_names
 if TYPE_CHECKING:
     from parakit.experiments.captures import judge_captures
     from parakit.experiments.matrix.definition import load_matrix
-    from parakit.experiments.matrix.page import write_cells_page
+    from parakit.experiments.matrix.page import write_cells_page, write_differences_page
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
@@ -19,4 +19,5 @@ __all__ = [
     "judge_captures",
     "load_matrix",
     "write_cells_page",
+    "write_differences_page",
 ]

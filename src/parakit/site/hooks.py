@@ -20,6 +20,7 @@ MADE_LATER = (
     "planner/planner.html",
     "planner/drawings.html",
     "docs/parity-cells.html",
+    "docs/parity-differences.html",
     "docs/residuals.html",
 )
 """Pages that are empty until `planner_page.py` and `generated_pages.py` overwrite them."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
@@ -30,6 +30,7 @@ from parakit.experiments.matrix.table import (
     LEGEND,
     FamilyTable,
     LevelResult,
+    LevelRow,
     compute_bf16_costs,
     make_tables,
 )
@@ -39,6 +40,7 @@ from parakit.formatting.units import DASH
 from parakit.verify import Finding, FindingStatus, list_findings
 
 MARKDOWN, HTML = "parity-matrix.md", "parity-cells.html"
+DIFFERENCES = "parity-differences.html"
 _TEMPLATES = Path(__file__).parent / "templates"
 
 _MAX_NAMED_KITS = 3
@@ -172,6 +174,84 @@ def write_pages(folder: Path, matrix: Matrix) -> tuple[Path, Path]:
 def write_cells_page(stored: Path, folder: Path, matrix: Matrix) -> Path:
     """Write the page of all cells that are stored in one folder into another folder; return its path."""
     return _write_page(HTML, _read_versions(stored, matrix), folder)
+
+
+@dataclass(frozen=True)
+class DifferenceRow:
+    """A level that did not hold in some layouts, with one result and one reason: a row of the page of differences."""
+
+    version: str
+    family: str
+    level: str
+    result: str
+    status: str
+    """Status as a name of a class in CSS."""
+    why: str
+    """The finding, or the first wrong tensor, or the reason why nothing was compared."""
+    cells: dict[str, str] = field(default_factory=dict, compare=False)
+    """Anchor of the cell in the page of cells, by layout."""
+
+
+def list_differences(versions: Sequence[MatrixOfVersion]) -> list[DifferenceRow]:
+    """Return all pairs that did not hold, the newest version and its wrong pairs first.
+
+    Layouts in which a level has the same result for the same reason share a row.
+    """
+    rows: list[DifferenceRow] = []
+    for version in versions:
+        version_rows: dict[DifferenceRow, DifferenceRow] = {}
+        for table in version.tables:
+            for row in table.rows:
+                for layout, pair in zip(table.layouts, row.pairs, strict=True):
+                    if pair.record is not None and not pair.record.is_right:
+                        made = _make_difference(version, table, row, pair)
+                        shared = version_rows.setdefault(made, made)
+                        shared.cells[layout] = f"{version.name}.{pair.record.id}"
+        wrong_first = ("differs", "flaky", "crashed")
+        rows += sorted(version_rows, key=lambda row: row.status not in wrong_first)
+    return rows
+
+
+def _make_difference(
+    version: MatrixOfVersion, table: FamilyTable, row: LevelRow, pair: LevelResult
+) -> DifferenceRow:
+    """Return the row of a pair whose deciding cell did not hold, without its cell."""
+    record = pair.record
+    assert record is not None
+    titles = {finding.id: finding.title for finding in list_findings()}
+    first_wrong = ", ".join(filter(None, (record.stage, record.module, record.kind)))
+    result = str(record.status)
+    if pair.partners:
+        result += f" with {', '.join(path.partition('/')[2] for path in pair.partners)}"
+    reason = first_wrong if record.is_wrong else record.reason or ""
+    return DifferenceRow(
+        version=version.name,
+        family=table.family.name,
+        level=f"{row.level.factor}: {row.level.name}",
+        result=result,
+        status=str(record.status).replace(" ", "-"),
+        why=titles.get(record.finding, reason),
+    )
+
+
+def write_differences_page(stored: Path, folder: Path, matrix: Matrix) -> Path:
+    """Write the searchable page of all pairs that did not hold into a folder; return its path."""
+    versions = _read_versions(stored, matrix)
+    counts = [version.counts for version in versions]
+    text = (
+        environment(_TEMPLATES)
+        .overlay(autoescape=True)
+        .get_template(f"{DIFFERENCES}.j2")
+        .render(
+            versions=versions,
+            rows=list_differences(versions),
+            held=f"{sum(count['held'] for count in counts):,}",
+            pairs=f"{sum(count['pairs'] for count in counts):,}",
+        )
+    )
+    path = folder / DIFFERENCES
+    write_atomically(path, text)
+    return path
 
 
 def _read_versions(folder: Path, matrix: Matrix) -> list[MatrixOfVersion]:
