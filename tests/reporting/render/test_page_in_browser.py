@@ -90,6 +90,13 @@ addEventListener("load", () => {
   result.bars = [...document.querySelectorAll(".bars .bar")].map((bar) => bar.className);
   result.dashes = [...document.querySelectorAll("#results td")].filter(
     (cell) => cell.textContent === "–" && !cell.title).length;
+  result.strokes = [...plots[0].querySelectorAll("path.line")].map(
+    (line) => [line.classList[1], line.getAttribute("stroke-dasharray")]);
+  result.barsOnPaper = [...new Set([...document.querySelectorAll(".bar, .bar-track, .whisker")].map(
+    (bar) => getComputedStyle(bar).printColorAdjust))];
+  result.columns = getComputedStyle(document.querySelector(".panels")).gridTemplateColumns.split(" ").length;
+  result.folded = [...document.querySelectorAll("details:not([open])")].filter(
+    (details) => getComputedStyle(details).display !== "none").length;
   result.inMain = !!document.querySelector("main #answer");
   result.repeated = ids.filter((id, place) => ids.indexOf(id) !== place);
   parent.document.title = "CHECKED " + JSON.stringify(result);
@@ -114,6 +121,15 @@ def page(tmp_path_factory):
     checked = path.with_name("checked.html")
     checked.write_text(path.read_text().replace("</body>", CHECK + "</body>"))
     return path, checked
+
+
+COLOURS_ALIKE = [
+    ("c0", "c2", "c5"),
+    ("c0", "c5", "c6"),
+    ("c1", "c3", "c4"),
+    ("c2", "c3", "c5", "c7"),
+]
+"""Colours that look the same with one of the colour vision deficiencies, as simulated in Chromium."""
 
 
 def opened(path, width, *more):
@@ -146,6 +162,10 @@ def test_page_opens_without_errors_and_everything_answers(page, width, dark):
     assert re.match(r"iteration \d+.* ms|.*, log line \d+", result["tip"])
     assert result["byKeyboard"].startswith("iteration 4"), "the second is a mean since the start"
     assert result["lines"] == [7, 6, "false", 7, "true"]
+    dash_by_colour = dict(result["strokes"])
+    for colours in COLOURS_ALIKE:
+        dashes = [dash_by_colour[colour] for colour in colours if colour in dash_by_colour]
+        assert len(set(dashes)) == len(dashes), "curves of like colours have different dashes"
     assert (result["zoomed"], result["whole"]) == (True, True)
     assert result["curveContrast"] >= 4.5
     assert result["textContrast"] >= 4.5
@@ -166,7 +186,9 @@ def test_on_paper_nothing_is_cut(page):
     """A width of A4 across with the print style, and the PDF itself."""
     paper = page[0].with_name("paper.html")
     paper.write_text(page[1].read_text().replace("@media print", "@media all"))
-    result = opened(paper, 1030)
+    result = opened(paper, 980)
+    assert result["barsOnPaper"] == ["exact"], "browsers leave backgrounds out"
+    assert (result["columns"], result["folded"]) == (2, 0)
     assert not result["wide"]
     assert not result["sideways"]
     pdf = page[0].with_name("report.pdf")
@@ -176,6 +198,28 @@ def test_on_paper_nothing_is_cut(page):
         if pdf.stat().st_size:
             break
     assert pdf.read_bytes().startswith(b"%PDF")
+
+
+def test_number_at_the_edge_of_an_axis_is_not_cut_off(tmp_path):
+    logs = tmp_path / "a.log", tmp_path / "b.log"
+    for log in logs:
+        lines = [iteration_line(n, 100.0, 9 - n / 9999) for n in range(100, 3001, 100)]
+        log.write_text("\n".join([*lines, ""]))
+    _, _, folder = made(tmp_path, paths=logs)
+    cut = """
+    <script>
+    addEventListener("load", () => {
+      const texts = [...document.querySelectorAll("figure[data-plot] svg text")];
+      const right = (node) => node.getBoundingClientRect().right;
+      const cut = texts.filter((text) => right(text) > right(text.closest("svg")) + 1);
+      parent.document.title = "CHECKED " + JSON.stringify([texts.length, cut.length]);
+    });
+    </script>"""
+    checked = folder / "checked.html"
+    checked.write_text((folder / "report.html").read_text().replace("</body>", cut + "</body>"))
+    num_texts, num_cut = opened(checked, 1400)
+    assert num_texts > 10
+    assert num_cut == 0
 
 
 def test_console_errors_would_be_seen(page):

@@ -3,6 +3,14 @@
 (() => {
   const NS = "http://www.w3.org/2000/svg";
   const PAD = { left: 74, right: 14, top: 28, bottom: 40 }, HEIGHT = 300, DOTS = 90;
+  // Colours that one of the three colour vision deficiencies makes equal have different dashes: blue, sky and green;
+  // orange, pink and brown; green, pink, sky and grey; sky, violet and blue.
+  const STYLES = ["", "", "dashed", "dotted", "dashed", "long", "dashed", ""];
+  const DASHES = {
+    "": {}, dashed: { "stroke-dasharray": "7 3" }, dotted: { "stroke-dasharray": "2 3" },
+    long: { "stroke-dasharray": "14 3 3 3" },
+  };
+  const styleOf = (series) => (series.colour < 8 ? STYLES[series.colour] : "long");
   const plots = JSON.parse(document.getElementById("plot-data").textContent);
 
   const add = (parent, name, attributes = {}, text = "") => {
@@ -112,7 +120,7 @@
     }
 
     named(series) {
-      return `key c${series.colour % 8}${series.colour >= 8 ? " dashed" : ""}`;
+      return `key c${series.colour % 8} ${styleOf(series)}`.trim();
     }
 
     events() {
@@ -235,7 +243,10 @@
       for (const x of ticks(...this.range, Math.max(2, Math.floor(this.width / 110)))) {
         if (this.scaled === "iteration" && !Number.isInteger(x)) continue;
         const text = this.scaled === "iteration" ? x.toLocaleString("en") : this.written(x);
-        add(svg, "text", { x: this.at(x), y: bottom + 17, "text-anchor": "middle" }, text);
+        // A number at the right edge would be cut off.
+        const isCut = this.at(x) + 3.7 * text.length > this.width;
+        const place = isCut ? { x: this.width, "text-anchor": "end" } : { x: this.at(x), "text-anchor": "middle" };
+        add(svg, "text", { ...place, y: bottom + 17 }, text);
       }
       add(svg, "line", { class: "axis", x1: PAD.left, x2: this.width - PAD.right, y1: bottom, y2: bottom });
       add(svg, "text", { x: this.width - PAD.right, y: HEIGHT - 6, "text-anchor": "end" }, this.scaled);
@@ -275,7 +286,7 @@
 
     stroke(series, place) {
       const many = this.series.length;
-      if (!this.plot.overlap || many < 2) return series.colour >= 8 ? { "stroke-dasharray": "5 3" } : {};
+      if (!this.plot.overlap || many < 2) return DASHES[styleOf(series)];
       const width = `stroke-width: ${(3.6 - (2.2 * place) / (many - 1)).toFixed(2)}`;
       return place ? { style: width, "stroke-dasharray": `5 ${3 + 2 * place}` } : { style: width };
     }
