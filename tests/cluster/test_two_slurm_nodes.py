@@ -17,7 +17,7 @@ from parakit.logs.runs import load_folder
 from parakit.logs.scrape import scrape_log
 from parakit.reporting.analyse.parity import Curve, loss_curve
 from tests.cluster.two_nodes import Cluster, obstacle, two_nodes
-from tests.patience import OF_A_RUN
+from tests.patience import OF_A_RUN, until
 
 WHY_NOT = obstacle()
 pytestmark = [
@@ -185,6 +185,19 @@ def test_sweep_trains_as_an_array_and_the_next_sweep_reuses_its_runs(
         assert len(list(runs.glob("2*"))) == 2
     finally:
         shutil.rmtree(ROOT / "reports" / tmp_path.name, ignore_errors=True)
+
+
+def test_a_job_gets_its_variables_although_sbatch_was_told_to_pass_none_on(
+    cluster: Cluster, tmp_path: Path, sample_prefix: Path
+) -> None:
+    site, seen = tmp_path / "site", tmp_path / "seen"
+    site.write_text(f"printenv UCX_TLS >{seen}.new || :\nmv {seen}.new {seen}\n")
+    told = {"UCX_TLS": "tcp", "SLURM_SITE": str(site), "SBATCH_EXPORT": "NONE"}
+    folder = submit(cluster, tmp_path, sample_prefix, "dp2", **told)
+    until(seen.exists, (folder / "job.sbatch").read_text(), OF_A_RUN)
+    cluster.ask("scancel", job_of(folder))
+    cluster.wait(job_of(folder), "CANCELLED", "COMPLETED", "FAILED")
+    assert seen.read_text() == "tcp\n"
 
 
 def test_pending_array_element_can_be_stopped_alone(
