@@ -24,7 +24,7 @@ from tests.faults.test_resources import (
     groups_are_enforced,
     memory_group,
 )
-from tests.patience import OF_A_RUN, until
+from tests.patience import OF_A_RUN, PATIENCE, until
 
 pytestmark = [
     pytest.mark.engine,
@@ -69,7 +69,7 @@ def test_a_pause_ends_nothing_and_make_stop_does(built: Built) -> None:
 
 
 def test_a_rank_that_was_stopped_is_named(built: Built) -> None:
-    victim = built.begin(HANG_TIMEOUT="60")
+    victim = built.begin(HANG_TIMEOUT=f"{PATIENCE:.0f}")
     inside(victim)["rank 1"].suspend()
     status = built.end(victim).status
     assert (status.status, status.rank) == (Status.CRASHED, 1)
