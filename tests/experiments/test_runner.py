@@ -132,6 +132,15 @@ def test_a_cell_that_is_disturbed_again_is_not_trained_a_third_time(
     assert (len(result.runs), len(result.replaced)) == (1, 1)
 
 
+def test_no_other_cell_is_repeated_if_the_first_one_is_disturbed_again(
+    trained: Trained, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = Disturbance("rank 0 got 20% of a core", 5.0)
+    monkeypatch.setattr(module, "find_disturbance", lambda _: busy)
+    runner([cell(name, options=options) for name in ("dp2", "tp2")]).train()
+    assert trained.names == ["dp2", "tp2", "dp2"]
+
+
 def test_a_repeated_command_trains_a_disturbed_run_of_an_earlier_one_again(
     trained: Trained, options: Options, disturbances: list[str]
 ) -> None:

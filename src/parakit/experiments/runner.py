@@ -142,13 +142,17 @@ class Runner:
                 remaining = f", about {seconds_per_step * steps_left:.0f} s left"
             say(self.console, f"{title}: {outcome}{remaining}")
         for number, (cell, launch) in enumerate(self.launches.items(), start=1):
-            self._train_disturbed_again(cell, launch, number)
+            if self._train_disturbed_again(cell, launch, number):
+                # The other cells would be disturbed again, too.
+                say(self.console, "Other programs still use the cores: no other cell is repeated.")
+                break
 
-    def _train_disturbed_again(self, cell: Cell, launch: Launch, number: int) -> None:
+    def _train_disturbed_again(self, cell: Cell, launch: Launch, number: int) -> bool:
         """Train a cell once more if other programs slowed a run of it down, and print a line on the new run.
 
-        Nothing is trained if the cell has an additional run already, if a run takes longer than
-        LONGEST_RERUN_SECONDS, or if the time budget is too short. A new run that fails changes no result.
+        Return True if the new run was slowed down as well. Nothing is trained if the cell has an additional run
+        already, if a run takes longer than LONGEST_RERUN_SECONDS, or if the time budget is too short. A new run that
+        fails changes no result.
 
         Args:
             cell: The cell.
@@ -156,25 +160,27 @@ class Runner:
             number: Number of the cell among all cells, from 1.
         """
         if cell in self._failures or launch.spec.device != "cpu":
-            return
+            return False
         folders = self._list_well_ended(cell, launch)
         if len(folders) != cell.repeats:
-            return
+            return False
         disturbances = [self._find_disturbance(folder) for folder in folders]
         disturbed = [disturbance for disturbance in disturbances if disturbance.reason]
         if not disturbed:
-            return
+            return False
         seconds = max(disturbance.seconds for disturbance in disturbed)
         seconds = max(seconds, self._longest_seconds.get(launch.iterations, 0.0))
         limit = LONGEST_RERUN_SECONDS
         if self.seconds_left is not None:
             limit = min(limit, self.seconds_left)
         if seconds > limit:
-            return
+            return False
         title = f"[{number}/{len(self.launches)}] {self._format_name(cell, launch)} again"
         outcome = self._train_once(cell, launch, title)
         self._failures.pop(cell, None)
         say(self.console, f"{title}, because {disturbed[0].reason}: {outcome}")
+        newest = self._list_well_ended(cell, launch)[0]
+        return newest not in folders and bool(self._find_disturbance(newest).reason)
 
     @property
     def seconds_left(self) -> float | None:

@@ -34,6 +34,12 @@ def test_only_log_of_a_report_is_named_by_its_file(tmp_path):
     assert [row["label"] for row in rows_of(folder)] == ["my-long-run.log"]
 
 
+def test_logs_are_named_by_their_files_if_the_strategy_of_one_is_unknown(tmp_path):
+    known = log(tmp_path / "known.log"), log(tmp_path / "other.log", ms=2.0, arguments="")
+    _, _, folder = made(tmp_path, paths=known)
+    assert [row["label"] for row in rows_of(folder)] == ["known.log", "other.log"]
+
+
 def given(**changes):
     """The arguments with others."""
     lines = [line for line in ARGUMENTS.splitlines() if line.split()[0] not in changes]

@@ -274,15 +274,17 @@ def label_rows(rows: Sequence[Configuration]) -> list[str]:
     """Return a distinct label per row, such as `tp2 ×2`.
 
     Equal labels are extended by a property that distinguishes the rows, such as version or batch, or else by
-    the run's name. The only foreign log of a report has the name of its file, by which its owner knows the run.
+    the run's name. Foreign logs have the names of their files, by which their owner knows the runs, if there is
+    only one or if the strategy of one is unknown.
     """
     labels = []
-    num_foreign = sum(row.newest.is_foreign for row in rows)
+    foreign_runs = [row.newest for row in rows if row.newest.is_foreign]
+    names_logs = len(foreign_runs) == 1 or any(run.spec is None for run in foreign_runs)
     rows_by_label: dict[tuple[tuple[str, ...], str], list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
         run, spec = row.newest, row.newest.spec
-        is_only_log = run.is_foreign and num_foreign == 1
-        label = run.repeats_name or run.name if is_only_log else _plain_label(run)
+        has_name_of_file = run.is_foreign and names_logs and not run.repeats_name
+        label = run.name if has_name_of_file else _plain_label(run)
         labels.append(label)
         # Rows of different tables may share a label, but logs of all models appear in the same sentences.
         table: tuple[str, ...] = ()
