@@ -38,6 +38,7 @@ from parakit.experiments.matrix.cell_change import (
     compare_losses,
     compare_memory,
     compare_parameters,
+    describe_printed_difference,
 )
 from parakit.experiments.matrix.changed import (
     ComparedVersion,
@@ -70,6 +71,16 @@ def memory(rank: int, activations: int, temporary: int) -> RankMemory:
 def call(calls: int, payload_bytes: int) -> CallSummary:
     return CallSummary(
         "tp", 2, Operation.ALL_REDUCE, Phase.FORWARD, "fp32", calls, payload_bytes, 0, "ring", 0, 0
+    )
+
+
+def test_another_printed_value_is_told_without_calling_it_wrong() -> None:
+    logged = (
+        "the log prints z_loss 4.3565E+00 at iteration 1, the reference's log 4.3557E+00; every captured "
+        "tensor agrees, so the loss function reports a wrong value"
+    )
+    assert describe_printed_difference(logged) == (
+        "the log prints z_loss 4.3565E+00 at iteration 1, the older version's log 4.3557E+00"
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from parakit.accounting import collect_rank_records
+from parakit.artifacts.capture import CaptureStage
 from parakit.artifacts.measurements import (
     CommunicationRecord,
     MemoryRecord,
@@ -272,7 +273,9 @@ class CellComparer:
             return _add_sentences(replace(change, reason=reason), sentences)
         verification = replace(old_verification, strategy=new_strategy)
         verdict = self._judge_tensors(verification, scratch)
-        if verdict.verdict is VerifyOutcome.DIFFERS:
+        if verdict.stage is CaptureStage.LOG:
+            sentences.setdefault(Aspect.LOSSES, describe_printed_difference(verdict.logged or ""))
+        elif verdict.verdict is VerifyOutcome.DIFFERS:
             sentences[Aspect.TENSORS] = verdict.sentence
         elif verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
             change = replace(change, reason=verdict.sentence)
@@ -329,6 +332,15 @@ def _add_sentences(change: CellChange, sentences: Mapping[Aspect, str]) -> CellC
     ordered = {aspect: sentences[aspect] for aspect in Aspect if aspect in sentences}
     status = ChangeStatus.CHANGED if ordered else ChangeStatus.SAME
     return replace(change, status=status, sentences=ordered)
+
+
+def describe_printed_difference(logged: str) -> str:
+    """Return a verdict's sentence on a printed value, with the older version in place of the reference.
+
+    The verdict calls the value wrong, which a comparison of two versions does not know, so this part is left out.
+    """
+    difference, _, _ = logged.partition(";")
+    return difference.replace("the reference's log", "the older version's log")
 
 
 def compare_counted_runs(old: CountedRun, new: CountedRun) -> dict[Aspect, str]:
