@@ -78,7 +78,8 @@ def plan(
             fewer bits as well. None keeps Megatron's defaults.
         extra: Further flags of Megatron for the model, as one text or as a list of arguments.
         calibration: File of constants that `make calibrate` has measured on the machine.
-        calibrate: Rates that the devices reach, such as "700 TFLOP/s on 4k x 4k x 4k".
+        calibrate: What was measured on the devices: rates such as "700 TFLOP/s on 4k x 4k x 4k", or the time of a
+            step such as "200 ms on STRATEGY=tp8 MODEL=gpt3-13b", which tells the host's time per layer.
         readings: CSV file of your own measurements, by which every predicted time is corrected.
 
     Raises:
@@ -262,7 +263,7 @@ def _parse_plan_options(arguments: Mapping[str, Any]) -> PlanOptions:
     """
     from parakit.config.setting import format_setting, parse_setting
     from parakit.config.variable_groups import PLAN
-    from parakit.planner import PlanOptions
+    from parakit.planner import PlanOptions, resolve_measured_step
 
     options: dict[str, Any] = {}
     for setting in PLAN:
@@ -272,7 +273,7 @@ def _parse_plan_options(arguments: Mapping[str, Any]) -> PlanOptions:
             is_list = isinstance(value, Sequence) and not isinstance(value, str)
             text = format_setting(tuple(value) if is_list else value)
             options[name] = parse_setting(setting, text)
-    return PlanOptions(**options)
+    return resolve_measured_step(PlanOptions(**options))
 
 
 def _list_paths(paths: Paths) -> list[Path]:

@@ -26,7 +26,7 @@ from parakit.config.recompute import Recompute
 from parakit.config.strategy import Sharding
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import GIB, percent
-from parakit.planner.calibration import calibrate_from_stated_products
+from parakit.planner.calibration import calibrate_from_text
 from parakit.planner.readings.reading_to_spec import MeasuredRun
 from parakit.planner.readings.residual import (
     Residual,
@@ -355,7 +355,7 @@ def compared(rows: Iterable[Residual], checkouts: Mapping[Planner, Path]) -> Ite
 
 def _with_rate(row: Residual, text: str) -> Residual:
     measured_run, cluster = row.measured_run, row.measured_run.cluster
-    calibration = calibrate_from_stated_products(text, cluster, measured_run.spec.dtype)
+    calibration = calibrate_from_text(text, cluster, measured_run.spec.dtype)
     return compute_residual(
         replace(measured_run, cluster=replace(cluster, calibration=calibration))
     )

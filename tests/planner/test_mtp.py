@@ -19,7 +19,7 @@ from parakit.costs.memory import activation_bytes, embedding_bytes, logits_bytes
 from parakit.costs.operations import Operation
 from parakit.costs.tensors import rank_parameters, total_parameters
 from parakit.planner.dryrun.job import DryRunner
-from parakit.planner.time.cluster import Cluster
+from parakit.planner.time.cluster import Calibration, Cluster
 from parakit.planner.time.iteration import stage_seconds
 from tests.planner.conftest import TINY as LEARNED
 from tests.planner.dry_runs import Case, run_case, small_model
@@ -116,7 +116,8 @@ def test_last_stage_takes_longer_by_the_parts_of_the_mtp_layer() -> None:
     split = Parallelism(pipeline=2)
     shape = replace(TINY, hidden=1024, head_width=256, ffn_hidden=4096, seq_length=1024)
     device = device_by_key("h100")
-    cluster = Cluster(device, 2, 8, link_by_key(device.link), link_by_key(device.network))
+    no_host = Calibration(layer_launch_seconds=0.0)
+    cluster = Cluster(device, 2, 8, link_by_key(device.link), link_by_key(device.network), no_host)
     times = []
     for depths in (0, 1, 2):
         spec = run(depths, split, shape=replace(shape, mtp_layers=depths))

@@ -328,10 +328,10 @@ def small_shape() -> ModelShape:
 
 
 def test_ties_are_decided_for_the_fewest_parallel_dimensions(make_request: MakeRequest) -> None:
-    plan = search_configurations(make_request("gpt2-tiny", 8, "h100", 32))
+    plan = search_configurations(make_request("gpt2-large", 4, "h100", 128))
     assert plan.winner is not None
-    assert plan.winner.strategy == "dp8-zero1"
-    assert len(plan.tied) > 3
+    assert plan.winner.strategy == "dp4"
+    assert len(plan.tied) > 2
     assert min(candidate.seconds.total for candidate in plan.tied) < plan.winner.seconds.total
     assert "tied with" in runner_up_sentence(plan.winner, plan.tied[0])
 

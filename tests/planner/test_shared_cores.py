@@ -99,7 +99,7 @@ def test_each_sequential_expert_costs_a_launch() -> None:
     ):
         spec = replace(run(split), shape=replace(shape, experts=experts))
         plain, launched = (
-            iteration_seconds(spec, on(2, 2, measured)).memory_bound / spec.microbatches
+            iteration_seconds(spec, on(2, 2, measured)).host_launches / spec.microbatches
             for measured in (replace(MEASURED, layer_launch_seconds=0.0), dearer)
         )
         launch_seconds.append(launched - plain)

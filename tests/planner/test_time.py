@@ -46,7 +46,7 @@ def test_every_published_h200_time_is_predicted_within_5_percent(
 def test_only_recomputed_layers_run_forward_twice() -> None:
     split = Parallelism(pipeline=2, virtual_stages=3, tensor=2)
     plain = RunSpec(LARGE.shape, split, Batch(4, 16))
-    ranks = cluster("h100", 4)
+    ranks = cluster("h100", 4, layer_launch_seconds=0.0)
 
     def compute(recompute: str) -> tuple[float, float]:
         slowest, _ = pipeline_seconds(replace(plain, recompute=Recompute.parse(recompute)), ranks)
@@ -110,7 +110,7 @@ def test_dense_layer_in_a_mixture_takes_the_time_of_a_dense_model() -> None:
 def test_virtual_stages_shrink_the_bubble_by_their_number() -> None:
     plain = RunSpec(LARGE.shape, Parallelism(pipeline=2), Batch(4, 64))
     interleaved = replace(plain, parallelism=Parallelism(pipeline=2, virtual_stages=3))
-    machines = cluster("h200", 2)
+    machines = cluster("h200", 2, layer_launch_seconds=0.0)
     bubbles = [iteration_seconds(c, machines).bubble for c in (plain, interleaved)]
     assert bubbles[1] == pytest.approx(bubbles[0] / 3)
 

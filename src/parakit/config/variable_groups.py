@@ -43,7 +43,7 @@ PLAN_MODEL = replace_meaning(
 PLAN_GPU = replace_meaning(v.GPU, "h200, a100-80g, … ({default})", default="h200")
 PLAN_CALIBRATE = replace_meaning(
     v.CALIBRATE,
-    'rates that the devices reach: "700 TFLOP/s on 4k x 4k x 4k"',
+    'what was measured: "700 TFLOP/s on 4k x 4k x 4k", "200 ms on STRATEGY=tp8 MODEL=gpt3-13b"',
     kind=v.TEXT,
     default=None,
 )

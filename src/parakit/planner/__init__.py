@@ -11,6 +11,7 @@ from parakit.lazy import lazy_names
 if TYPE_CHECKING:
     from parakit.planner.advice import advice_sentences
     from parakit.planner.calibration import calibration_path, load_device_calibration
+    from parakit.planner.measured_step import resolve_measured_step
     from parakit.planner.one_strategy import TimedStrategy, time_strategy
     from parakit.planner.options import PlanOptions, RequestError, plan_options
     from parakit.planner.readings.local_readings import (
@@ -76,6 +77,7 @@ __all__ = [
     "plan_strategies",
     "predict_recorded_run",
     "product_seconds",
+    "resolve_measured_step",
     "search_configurations",
     "time_strategy",
     "write_residuals_page",

@@ -33,6 +33,7 @@ _COMPONENT_NAMES = {
     "tensor_parallel": "exposed tensor-parallel communication",
     "context_parallel": "exposed context-parallel communication",
     "expert_parallel": "expert-parallel communication",
+    "host_launches": "waiting for the host to launch kernels",
     "pipeline_messages": "messages between stages",
     "bubble": "the pipeline bubble",
     "gradient_sync": "gradient synchronisation",

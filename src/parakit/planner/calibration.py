@@ -1,4 +1,4 @@
-"""Constants that were measured on a machine, or that a stated rate of a matrix product implies.
+"""Constants that were measured on a machine, or that follow from what CALIBRATE= states.
 
 `make calibrate` writes the measured ones to a file under the runs folder; plans for the same device read them.
 """
@@ -25,6 +25,7 @@ _STATED = re.compile(
     r"(?:\s+in\s+(?P<dtype>bf16|fp16|fp8))?\s*",
     re.IGNORECASE,
 )
+_HOST = re.compile(r"\s*(?P<time>\d+\.?\d*)\s*ms\s+per\s+layer\s*", re.IGNORECASE)
 _NUMBERS = ("rate", "rows", "columns", "inner")
 _BISECTION_STEPS = 40
 """Number of halvings of the interval from 0 to 1, after which it is narrower than any measurement."""
@@ -87,16 +88,18 @@ def load_device_calibration(runs: Path, device: Device) -> Calibration:
     return Calibration(source=nominal) if device.key == "cpu" else Calibration()
 
 
-def calibrate_from_stated_products(text: str, cluster: Cluster, dtype: str) -> Calibration:
-    """Return a cluster's calibration constants, changed so that products have the rates that CALIBRATE= states.
+def calibrate_from_text(text: str, cluster: Cluster, dtype: str) -> Calibration:
+    """Return a cluster's calibration constants, changed to what CALIBRATE= states.
 
-    A constant is a fraction of the device's peak. It is chosen so that `product_seconds` gives the stated rate. A
-    stated product in the run's dtype changes the constants of attention and of fp8 products by the same factor.
-    A stated product in fp8 sets its own constant.
+    A rate of a matrix product sets the constant with which `product_seconds` gives the rate. The constant is a
+    fraction of the device's peak. A stated product in the run's dtype changes the constants of attention and of fp8
+    products by the same factor. A stated product in fp8 sets its own constant. A time per layer sets the host's
+    constant.
 
     Args:
-        text: One or more products, with commas between them, such as `700 TFLOP/s on 4k x 4k x 4k in fp8`. The
-            sizes are rows, columns and inner dimension, and 1k is 1,024. A product without a dtype has the run's.
+        text: Rates of products and a time per layer, with commas between them, such as `700 TFLOP/s on 4k x 4k x 4k in
+            fp8, 3.5 ms per layer`. The sizes are rows, columns and inner dimension, and 1k is 1,024. A product
+            without a dtype has the run's.
         cluster: The cluster.
         dtype: The run's dtype.
 
@@ -105,9 +108,13 @@ def calibrate_from_stated_products(text: str, cluster: Cluster, dtype: str) -> C
         NoPeakError: The device has no rate in its dtype.
     """
     products = []
-    for part in text.split(","):
-        products.append(_parse_stated_product(part, dtype))
     calibration = replace(cluster.calibration, source=f"'{text.strip()}', as CALIBRATE= states")
+    for part in text.split(","):
+        host = _HOST.fullmatch(part)
+        if host is None:
+            products.append(_parse_stated_product(part, dtype))
+        else:
+            calibration = replace(calibration, layer_launch_seconds=float(host["time"]) / 1e3)
     # Products in fp8 come last, because the time of their tiles depends on the rate of the other products.
     for product in sorted(products, key=lambda product: product.dtype == "fp8"):
         constants, name = cluster.constants, "matmul_fp8" if product.dtype == "fp8" else "matmul"
@@ -132,8 +139,8 @@ def _parse_stated_product(text: str, dtype: str) -> _StatedProduct:
     match = _STATED.fullmatch(text)
     if match is None or not all(float(match[number]) for number in _NUMBERS):
         raise RequestError(
-            f"CALIBRATE has '{text.strip()}', which is no rate of a product; write it as "
-            '"700 TFLOP/s on 4096x4096x4096", with "in fp8" where it is.'
+            f"CALIBRATE has '{text.strip()}', which is no rate of a product and no time of a step; write it as "
+            '"700 TFLOP/s on 4096x4096x4096", with "in fp8" where it is, or as "200 ms on STRATEGY=tp8 MODEL=gpt3-13b".'
         )
     rows, columns, inner = (
         int(match[size]) * (1024 if match[size + "_k"] else 1)

@@ -12,6 +12,7 @@ from argparse import Namespace
 from parakit.formatting.terminal import wide_console
 from parakit.planner.advise import print_answers
 from parakit.planner.largest import show_largest
+from parakit.planner.measured_step import resolve_measured_step
 from parakit.planner.one_strategy import (
     apply_what_if,
     draw_timed_strategies,
@@ -34,7 +35,7 @@ def plan(variables: Namespace) -> int:
         ValueError: The options contradict each other, or name something that does not exist. The message is one
             sentence.
     """
-    options = plan_options(variables)
+    options = resolve_measured_step(plan_options(variables))
     if options.largest:
         return show_largest(options)
     return _predict_one_strategy(options) if options.strategy else _rank_strategies(options)

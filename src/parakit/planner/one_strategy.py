@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _COLOURS = (
-    *("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73"),
+    *("#0072B2", "#56B4E9", "#7BC8A4", "#D55E00", "#CC79A7", "#E69F00", "#009E73", "#8C564B"),
     *("#555555", "#8C6BB1", "#B8A13A", "#B00020", "#C9C9C9"),
 )
 """Colours of `TIME_COMPONENTS`, in their order."""
@@ -185,10 +185,15 @@ def _build_spec(options: PlanOptions, request: Request, parallelism: Parallelism
     )
 
 
-def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
+def apply_what_if(options: PlanOptions, text: str, variable: str = "WHAT_IF") -> PlanOptions:
     """Return the options with the variables replaced that a text such as `GPU=b200 MICRO_BATCH=2` sets.
 
     If the text sets STRATEGY= or GPUS=, the number of devices in the options is dropped.
+
+    Args:
+        options: The options.
+        text: The text.
+        variable: Variable of make that holds the text, for messages.
 
     Raises:
         RequestError: A word of the text sets no variable of `make plan`. The message suggests a similar name.
@@ -204,13 +209,13 @@ def apply_what_if(options: PlanOptions, text: str) -> PlanOptions:
                 refuse_renamed(name)
             if not value or name not in known:
                 near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}=?" if near else 'use WHAT_IF="GPU=b200".'
+                hint = f"did you mean {near[0]}=?" if near else 'write it as "GPU=b200".'
                 raise RequestError(
-                    f"WHAT_IF has {word}, which changes nothing of a strategy; {hint}"
+                    f"{variable} has {word}, which changes nothing of a strategy; {hint}"
                 )
             changed[name.lower()] = parse_setting(known[name], value)
         except SettingError as error:
-            raise RequestError(f"WHAT_IF: {error}") from None
+            raise RequestError(f"{variable}: {error}") from None
     return replace(options, **changed)
 
 
@@ -333,10 +338,11 @@ def _build_breakdown(strategies: Sequence[TimedStrategy]) -> Table[str]:
 
 _COMPONENT_LABELS = {
     "matmul": "matrix products",
-    "memory_bound": "memory-bound kernels and launches",
+    "memory_bound": "memory-bound kernels",
     "tensor_parallel": "exposed TP",
     "context_parallel": "exposed CP",
     "expert_parallel": "exposed EP",
+    "host_launches": "waiting for the host",
     "pipeline_messages": "exposed PP",
     "bubble": "pipeline bubble",
     "gradient_sync": "exposed DP",

@@ -22,7 +22,7 @@ from parakit.config.run import DeviceKind, RunSpec, adapt_to_cpu_ranks, spec_fro
 from parakit.config.strategy import Batch, Parallelism, scale_batch
 from parakit.costs import PRECISIONS
 from parakit.formatting.units import plural
-from parakit.planner.calibration import calibrate_from_stated_products, load_calibration
+from parakit.planner.calibration import calibrate_from_text, load_calibration
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.readings.local_readings import load_own_runs
 from parakit.planner.readings.models import find_planned_model
@@ -72,7 +72,7 @@ def build_request(options: PlanOptions) -> Request:
         oversubscription=options.oversubscription or 1.0,
     )
     if options.calibrate:
-        calibration = calibrate_from_stated_products(options.calibrate, cluster, dtype)
+        calibration = calibrate_from_text(options.calibrate, cluster, dtype)
         cluster = replace(cluster, calibration=calibration)
     if options.readings and not options.readings.is_file():
         raise RequestError(

@@ -121,7 +121,7 @@ def test_tables_fit_80_columns_and_name_causes_of_memory_errors(
     assert max(map(len, lines)) <= 80
     assert all("≤15%" in line for line in lines if line.startswith(" By "))
     text = " ".join(" ".join(lines).split())
-    assert "mostly memory bound" in text
+    assert "mostly host launches" in text
     assert text.count("· mostly") == 2
     assert lines[-1] == "2 of 2 measurements are predicted."
 

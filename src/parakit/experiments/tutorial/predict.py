@@ -11,10 +11,11 @@ from statistics import median
 
 from parakit.config.errors import LaunchError
 from parakit.config.flag_table import FLAGS
-from parakit.config.flags import drop_flags, merge_flags
+from parakit.config.flags import drop_flags, merge_flags, pick_flags
 from parakit.config.strategy import Parallelism, Sharding
 from parakit.experiments.tutorial.rows import (
     OUT_OF_MEMORY,
+    PUBLISHED_DROPOUT,
     TutorialRow,
     printed_gigabytes_to_bytes,
     rows_of_chapter,
@@ -83,7 +84,11 @@ def predict_row(row: TutorialRow, gpu: str) -> PredictedRow:
     # The name of the strategy says what these flags say, and the planner refuses to be told twice.
     named = {name for name, flag in FLAGS.items() if flag.planned.endswith("=")}
     positions = ("--max-position-embeddings", str(row.seq_length))
-    extra = drop_flags(merge_flags(row.training_flags, positions), {*named, *_WITHOUT_COST})
+    rate = str(PUBLISHED_DROPOUT)
+    dropout = ("--hidden-dropout", rate, "--attention-dropout", rate)
+    overlap = pick_flags(row.flags, _OVERLAP)
+    training = merge_flags(row.training_flags, positions, dropout, overlap)
+    extra = drop_flags(training, {*named, *_WITHOUT_COST})
     options = PlanOptions(
         model=row.model,
         gpu=gpu,
@@ -98,6 +103,8 @@ def predict_row(row: TutorialRow, gpu: str) -> PredictedRow:
     return PredictedRow(row, time_strategy(options))
 
 
+_OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
+"""Flags of a row that belong to its strategy, and that the name of the strategy does not say."""
 _WITHOUT_COST = ("--bf16", "--moe-permute-fusion", "--log-throughput")
 """Flags that `PlanOptions` states otherwise, or that no formula counts."""
 

@@ -31,7 +31,7 @@ _DEGREE_FLAGS = {
 """Flags that every script of the tutorial states, also where the degree is 1, by the field of the degree."""
 
 _PUBLISHED_ITERATIONS = 100
-_PUBLISHED_DROPOUT = 0.1
+PUBLISHED_DROPOUT = 0.1
 """Megatron's default, which the tutorial keeps. The kit's mixtures train without dropout unless they are told."""
 
 
@@ -127,7 +127,7 @@ class TutorialRow:
             options,
             micro_batch_size=options.micro_batch_size or self.micro_batch,
             global_batch_size=options.global_batch_size or self.global_batch,
-            dropout=_PUBLISHED_DROPOUT if options.dropout is None else options.dropout,
+            dropout=PUBLISHED_DROPOUT if options.dropout is None else options.dropout,
             extra=merge_flags(self.training_flags, stop, options.extra),
         )
         return Job(

@@ -27,14 +27,15 @@ from parakit.planner.time.cluster import Cluster
 
 LEVELS = (0.50, 0.60, 0.70, 0.80, 0.90, 0.95)
 ERRORS_FILE = Path(__file__).with_name("errors.csv")
-_NUM_NEAREST = 60
+_NUM_NEAREST = 45
 """Errors from which an interval is made; errors as near as the last of them are added."""
 _KIND_RATIO = 1.5
 """Ratio of the distances of two neighbouring words of a kind: each word tells more than the next one."""
 _DEVICE_DISTANCE, _DOUBLING_DISTANCE = 2.0, 0.5
 """Distance of two devices of a generation, and of twice the parameters or devices. The last word of a kind has distance
 1. These numbers, the ratio above and the number of the nearest errors were chosen by what the intervals cover: the best
-of 36 choices near them, where 72 to 88% and 90 to 98% of each kind were wanted."""
+of 90 choices near them, where 72 to 88% and 90 to 98% of each kind were wanted. Four kinds miss by one or two
+measurements."""
 _MOST_DISTANCE = _KIND_RATIO**7
 """Distance at which errors are no longer similar: that of busy devices from waiting ones, less than that of another
 generation."""

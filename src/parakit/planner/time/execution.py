@@ -32,6 +32,9 @@ class Execution:
     (`--cuda-graph-scope attn moe_router moe_preprocess`)."""
     blocking: bool = False
     """The host waits for each kernel before it launches the next (`CUDA_LAUNCH_BLOCKING=1`)."""
+    summed_profiles: bool = False
+    """The published time is a sum of times of single layers, each profiled alone. A layer's launches then hide behind
+    the same layer's kernels only, and nothing else of a micro batch takes time on the host."""
     frozen: bool = False
     """The weights are not trained (LoRA): backward computes no weight gradients, and nothing is reduced."""
     portable_attention: bool = False

@@ -1,12 +1,15 @@
-"""Seconds of the host for a layer and for an iteration: it launches kernels and collectives one after another.
+"""Seconds of the host: it launches the kernels and collectives of a layer, a micro batch and an iteration in order.
 
-Times are multiples of two constants of the machine, the host's time for one layer (about a hundred kernels) and for
-one collective call.
+The host launches ahead of the device. A pass (forward or backward of one micro batch on a pipeline stage) therefore
+takes as long as the slower of the two: the host that launches the kernels, or the device that runs them. Only
+launches that nothing hides are added. Times are multiples of two constants of the machine and its software: the
+host's time for one layer (about a hundred kernels) and for one collective call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from math import log2, sqrt
 
 from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP
@@ -30,26 +33,124 @@ host time was 2.75 ms; 18 of the 48 ms are missing with one kernel for all norms
 _SEPARATE_NORM_LAYERS = 0.18
 """Further host time per layer without Transformer Engine and Apex, in layers' host times: the gradient's norm is read
 from the device tensor by tensor (`core/utils.py: local_multi_tensor_l2_norm`), which is those 18 ms."""
-_FRACTION_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, MTP: 0.5, EXPERTS: 2 / 3}
+_FRACTION_OF_LAYER = {MAMBA: 0.5, ATTENTION: 0.5, MLP: 0.5, MTP: 0.5, EXPERTS: 0.8}
 """Kernels of a hybrid's block as a fraction of a transformer layer's, for experts of a layer with experts. It is half
-for all but experts, which are all that a layer with experts has beyond a dense one (`_EXPERT_KERNELS`)."""
-_EXPERT_KERNELS = 1.5
-"""Kernels of a layer with experts over those of a dense layer: router, permutations and grouped products."""
+for all but experts, which are a layer with experts without attention (`_EXPERT_KERNELS`)."""
+_EXPERT_KERNELS = 2.5
+"""Kernels of a layer with experts over those of a dense layer: router, losses of the router, permutations and the
+dispatcher. With this number, mixtures and dense models of published runs have one host time per layer."""
 _UNCAPTURED_KERNELS = 0.5
-"""Kernels of a layer with experts outside a CUDA graph of attention and router, over those of a dense layer: as many as
-a dense layer's MLP has."""
+"""Kernels of a layer with experts outside a CUDA graph of attention, router and preprocessing, over those of a dense
+layer: as many as a dense layer's MLP has."""
+_CPU_EXPERT_KERNELS = 1.5
+"""The same on CPU ranks, whose experts run one after another (Megatron's `SequentialMLP`)."""
 _SEPARATE_EXPERT_KERNELS = 0.13
-"""Further kernels per local expert where experts run one after another (Megatron's `SequentialMLP`)."""
-_GROUPED_EXPERT_KERNELS = 0.06
+"""Further kernels per local expert of `SequentialMLP`."""
+_GROUPED_EXPERT_KERNELS = 0.04
 """Further kernels per local expert where one call computes all of them: two products, forward and twice backward, of
-about a hundred kernels of a layer (Transformer Engine's `GroupedLinear` starts them one by one on a few streams). The
-number doubles with fp8, which casts each expert's operand."""
+about a hundred kernels of a layer. Transformer Engine's `GroupedLinear` starts them one by one on a few streams, but
+from C++, so that six kernels cost as much as four. The number doubles with fp8, which casts each expert's operand."""
+_FORWARD_LAUNCH_FRACTION = 0.4
+"""Forward's fraction of a layer's host time, without recomputation. Forward has a third of the kernels, but Python
+launches more of them than in backward. The value was chosen with the steps of vuiseng9/megatron-tutorials in sight,
+which take 200 to 210 ms from TP 1 to TP 8."""
+_RING_STEP_LAYERS = 0.25
+"""Further host time per further step of the context ring, in layers' host times: keys and values are sent, attention
+runs once more, and its result is added to the sum; in backward gradients are sent too. The value, the next one and the
+four after it were chosen like `_FORWARD_LAUNCH_FRACTION`."""
+_CONTEXT_CALL_LAYERS = 0.8
+"""Further host time per layer of the all-gather and the all-to-all of context parallelism, in layers' host times: the
+calls, and the kernels that reorder tensors before and after them."""
+_MICRO_BATCH_LAYERS = 2.0
+"""Host time of a micro batch outside its layers, in layers' host times: tokens, embedding, output layer and loss."""
+_BLOCKING_EXCHANGE_LAYERS = 2.0
+"""Host time per micro batch to exchange tensors with the neighbouring stages in 1F1B, in layers' host times. The host
+waits for the device after each exchange (`p2p_communication.py: torch.cuda.synchronize` with `batch_p2p_comm`)."""
+_CHUNK_EXCHANGE_LAYERS = 0.5
+"""The same per virtual stage in the interleaved schedule, whose host does not wait (`--overlap-p2p-communication`)."""
+_ROUTING_WAIT = 0.2
+"""Fraction of a layer's launches that the device waits for if the layer has experts. The host waits for the number of
+tokens per expert, so that the device has run out of kernels when the host launches the next ones. The value was
+chosen with the errors of published mixtures in sight."""
 
 
-def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
-    """Return the seconds per iteration in which the device waits for the host, outside the layers.
+@dataclass(frozen=True, slots=True)
+class HostSeconds:
+    """Seconds in which the host launches the two passes of one micro batch."""
 
-    The host then runs the training loop and launches the update.
+    forward: float = 0.0
+    backward: float = 0.0
+
+    def __add__(self, other: HostSeconds) -> HostSeconds:
+        return HostSeconds(self.forward + other.forward, self.backward + other.backward)
+
+    def __mul__(self, times: float) -> HostSeconds:
+        return HostSeconds(times * self.forward, times * self.backward)
+
+
+NO_HOST_SECONDS = HostSeconds()
+
+
+def split_launch_seconds(spec: RunSpec, seconds: float) -> HostSeconds:
+    """Return the launch seconds of a layer by pass. Backward has the launches of recomputed kernels."""
+    forward = seconds * _FORWARD_LAUNCH_FRACTION / (1 + _recomputed_kernel_fraction(spec) / 3)
+    return HostSeconds(forward, seconds - forward)
+
+
+def unhidden_launch_fraction(spec: RunSpec, cluster: Cluster) -> float:
+    """Return the fraction of a layer's launches that the device waits for, however long its own work takes.
+
+    The fraction is 1 if the host and the device never work at the same time: on CPU ranks, and with blocking launches.
+    It is `_ROUTING_WAIT` for experts, because the host needs the number of tokens per expert. If inputs are padded to
+    a capacity, the number is known without waiting (`token_dispatcher.py: cuda_sync_point`).
+    """
+    if cluster.execution.blocking or not cluster.calibration.launch_beside_work:
+        return 1.0
+    waits_for_routing = bool(spec.shape.experts) and not spec.expert_load.pads_to_capacity
+    return _ROUTING_WAIT if waits_for_routing else 0.0
+
+
+def micro_batch_host_seconds(spec: RunSpec, cluster: Cluster) -> HostSeconds:
+    """Return the seconds of the host per micro batch on a pipeline stage, outside the layers.
+
+    The seconds are 0 with CUDA graphs, and for times that are sums of layers' profiles. They are also 0 on CPU ranks,
+    whose measured iteration has them.
+    """
+    execution, split = cluster.execution, spec.parallelism
+    if execution.graphs or execution.summed_profiles or cluster.device.key == "cpu":
+        return NO_HOST_SECONDS
+    layers = _MICRO_BATCH_LAYERS
+    if split.virtual_stages > 1:
+        layers += _CHUNK_EXCHANGE_LAYERS * split.virtual_stages
+    elif split.pipeline > 1:
+        layers += _BLOCKING_EXCHANGE_LAYERS
+    seconds = layers * cluster.constants.layer_launch_seconds
+    return HostSeconds(seconds / 2, seconds / 2)
+
+
+def context_launch_seconds(spec: RunSpec, cluster: Cluster) -> float:
+    """Return the further seconds of the host per layer and micro batch for context parallelism.
+
+    The seconds are 0 with CUDA graphs and in layers without attention.
+    """
+    ranks = spec.parallelism.context
+    if ranks == 1 or not spec.shape.heads or cluster.execution.graphs:
+        return 0.0
+    is_ring = spec.cp_comm_type not in ("all_gather", "a2a")
+    layers = _RING_STEP_LAYERS * (ranks - 1) if is_ring else _CONTEXT_CALL_LAYERS
+    return layers * cluster.constants.layer_launch_seconds
+
+
+def iteration_host_seconds(spec: RunSpec, cluster: Cluster, optimizer_seconds: float) -> float:
+    """Return the seconds per iteration in which the device waits for the host, outside the micro batches.
+
+    The host then runs the training loop and launches the update, which runs while the host launches the rest of it.
+    A CUDA graph of the iteration leaves only the update to the host.
+
+    Args:
+        spec: The run.
+        cluster: The cluster.
+        optimizer_seconds: Seconds of the update on the device.
     """
     loop, layer = cluster.calibration.iteration_host_seconds, cluster.constants.layer_launch_seconds
     if cluster.device.key == "cpu":
@@ -57,7 +158,12 @@ def iteration_host_seconds(spec: RunSpec, cluster: Cluster) -> float:
     layers = spec.num_layers_on_stage(0) * max(1.0, len(spec.shape.blocks) / 2)
     has_separate_norms = cluster.execution.torch_kernels and "multi_tensor" not in spec.fused
     update_layers = _UPDATE_LAYERS + _SEPARATE_NORM_LAYERS * has_separate_norms
-    return (_LOOP_LAYERS * layer if loop is None else loop) + update_layers * layer * layers
+    update = update_layers * layer * layers
+    if not cluster.execution.summed_profiles:
+        update = max(0.0, update - optimizer_seconds)
+    if cluster.execution.graphs:
+        return update
+    return (_LOOP_LAYERS * layer if loop is None else loop) + update
 
 
 def launch_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
@@ -82,23 +188,11 @@ def launch_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCa
     return launches + call_launches * constants.call_launch_seconds
 
 
-def host_runs_ahead(spec: RunSpec, cluster: Cluster) -> bool:
-    """Return True if the host launches kernels of a layer while the device still computes earlier kernels.
-
-    The result is False if the host has to wait for the device in each layer. This is the case for experts, because the
-    host needs the number of tokens per expert. If inputs are padded to a capacity, the number is known without waiting
-    (`token_dispatcher.py: cuda_sync_point`).
-    """
-    waits_for_routing = bool(spec.shape.experts) and not spec.expert_load.pads_to_capacity
-    is_blocking = waits_for_routing or cluster.execution.blocking
-    return cluster.calibration.launch_beside_work and not is_blocking
-
-
 def _expert_layer_kernels(spec: RunSpec, cluster: Cluster) -> float:
     """Return the kernels of a layer with experts that the host launches, over those of a dense layer."""
     local_experts = spec.shape.experts / spec.parallelism.expert
     if spec.device is DeviceKind.CPU:
-        return _EXPERT_KERNELS * (1 + _SEPARATE_EXPERT_KERNELS * local_experts)
+        return _CPU_EXPERT_KERNELS * (1 + _SEPARATE_EXPERT_KERNELS * local_experts)
     common = _UNCAPTURED_KERNELS if cluster.execution.captured else _EXPERT_KERNELS
     return common + local_experts * _GROUPED_EXPERT_KERNELS * (2 if spec.fp8_recipe else 1)
 

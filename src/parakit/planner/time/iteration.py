@@ -2,7 +2,8 @@
 
 `iteration_seconds` takes a run and a cluster. It adds up the time of a micro batch's parts (layers, embedding, output
 layer), the pipeline bubble, messages between stages, gradient communication and the optimizer. Communication counts
-as far as it is exposed, which means that computation waits for it. The time of a part depends on few choices and is
+as far as it is exposed, which means that computation waits for it. The host launches kernels ahead of the device
+(`host.py`) and counts as far as the device waits for it. The time of a part depends on few choices and is
 cached, so that a search over pipeline and data parallelism only adds up known parts.
 """
 
@@ -50,7 +51,16 @@ from parakit.planner.time.compute import (
     layer_seconds,
     optimizer_seconds,
 )
-from parakit.planner.time.host import host_runs_ahead, iteration_host_seconds, launch_seconds
+from parakit.planner.time.host import (
+    NO_HOST_SECONDS,
+    HostSeconds,
+    context_launch_seconds,
+    iteration_host_seconds,
+    launch_seconds,
+    micro_batch_host_seconds,
+    split_launch_seconds,
+    unhidden_launch_fraction,
+)
 from parakit.planner.time.offload import exposed_copy_seconds
 from parakit.planner.time.rates import DeviceRates, compute_device_rates
 
@@ -65,12 +75,14 @@ class MicroBatchSeconds:
     matmul: float = 0.0
     attention: float = 0.0
     memory_bound: float = 0.0
-    """Norms, dropouts, activations, the loss, and waiting for the host to launch kernels."""
+    """Norms, dropouts, activations and the loss."""
     tensor_parallel: float = 0.0
     context_parallel: float = 0.0
     expert_parallel: float = 0.0
     host_copies: float = 0.0
     """Waiting for offloaded activations to reach the host or to come back."""
+    host_launches: float = 0.0
+    """Waiting for the host, which launches kernels and runs the training loop."""
 
     @cached_property
     def total(self) -> float:
@@ -84,11 +96,37 @@ class MicroBatchSeconds:
         return MicroBatchSeconds(*[times * seconds for seconds in _get_components(self)])
 
 
-_Parts = Sequence[tuple[int, MicroBatchSeconds]]
-"""Parts of a stage, each with the number of times that the stage has it."""
 _get_components: Callable[[MicroBatchSeconds], tuple[float, ...]] = attrgetter(
     *(field.name for field in fields(MicroBatchSeconds))
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Times per micro batch of a piece of a model, such as one layer."""
+
+    device: MicroBatchSeconds
+    """Seconds of the device, with those launches of the host that nothing hides."""
+    forward: float = 0.0
+    """Seconds of `device` in forward."""
+    host: HostSeconds = NO_HOST_SECONDS
+    """Seconds in which the host launches the piece."""
+
+    def __add__(self, other: _Piece) -> _Piece:
+        return _Piece(
+            self.device + other.device, self.forward + other.forward, self.host + other.host
+        )
+
+    def __mul__(self, times: int) -> _Piece:
+        return _Piece(self.device * times, self.forward * times, self.host * times)
+
+
+_NOTHING = _Piece(MicroBatchSeconds())
+"""Piece that takes no time."""
+
+
+_Parts = Sequence[tuple[int, _Piece]]
+"""Pieces of a stage, each with the number of times that the stage has it."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +162,7 @@ ASSUMPTIONS = (
 
 _BACKWARD_FRACTION = 2 / 3
 """Fraction of a micro batch's time that is backward."""
+_FORWARD_FRACTION = 1 - _BACKWARD_FRACTION
 _BUCKET_ELEMENTS = 40_000_000
 """Elements per gradient bucket: Megatron's default of `--ddp-bucket-size`. A million per data-parallel rank is taken
 where that is more (`training.py: resolve_ddp_bucket_size` of 0.19)."""
@@ -155,7 +194,7 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     messages = message_seconds(spec, cluster)
     bubble = (all_stages_seconds - slowest.total) / virtual_stages
     without_stragglers = working + messages + bubble + exposed_sync + layerwise_sync + optimizer
-    host = MicroBatchSeconds(memory_bound=iteration_host_seconds(spec, cluster))
+    host = MicroBatchSeconds(host_launches=iteration_host_seconds(spec, cluster, optimizer))
     return IterationSeconds(
         **asdict(slowest * spec.microbatches + host),
         pipeline_messages=messages,
@@ -197,7 +236,7 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     the slowest stage plus one pass through the other stages.
     """
     parts, slowest_seconds, all_stages_seconds = slowest_stage(spec, cluster)
-    slowest = _add_parts(parts)
+    slowest = _micro_batch_seconds(parts)
     if spec.parallelism.pipeline == 1:
         return slowest, slowest.total
     if cluster.core_fraction == 1 or not slowest_seconds:
@@ -218,7 +257,8 @@ def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float
     slowest = all_stages = 0.0
     for rank, num_stages in num_stages_by_rank.items():
         stage = _list_stage_parts(spec, cluster, rank, pieces)
-        seconds = sum([times * part.total for times, part in stage])
+        device = sum([times * piece.device.total for times, piece in stage])
+        seconds = device + _host_wait_seconds(stage, device)
         all_stages += num_stages * seconds
         if seconds > slowest:
             parts, slowest = stage, seconds
@@ -238,7 +278,7 @@ def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[
     single_batch = replace(spec, batch=Batch(1, spec.parallelism.data))
     pieces = _find_stage_pieces(spec, cluster)
     parts = _list_stage_parts(spec, cluster, pipeline_rank, pieces)
-    return _add_parts(parts).total, sum(
+    return _micro_batch_seconds(parts).total, sum(
         _seconds_after_backward(single_batch, cluster, pipeline_rank)
     )
 
@@ -272,9 +312,7 @@ def _list_stage_parts(
     if spec.recompute.is_block_method:
         num_recomputed = spec.num_recomputed_layers(pipeline_rank)
         _, num_dense_recomputed = spec.count_dense_layers(pipeline_rank)
-    parts: list[tuple[int, MicroBatchSeconds]] = [
-        (num_recomputed - num_dense_recomputed, recomputed.layer)
-    ]
+    parts: list[tuple[int, _Piece]] = [(num_recomputed - num_dense_recomputed, recomputed.layer)]
     if num_recomputed < layers:
         num_stored = layers - num_recomputed
         parts.append((num_stored - (dense - num_dense_recomputed), stored.layer))
@@ -282,22 +320,48 @@ def _list_stage_parts(
         parts.append((num_dense_recomputed, recomputed.dense))
         parts.append((dense - num_dense_recomputed, stored.dense))
     if spec.offload:
-        layers_seconds, host = _add_parts(parts).total, _get_rates(spec, cluster).known_host
+        layers_seconds, host = (
+            _micro_batch_seconds(parts).total,
+            _get_rates(spec, cluster).known_host,
+        )
         forward = layers_seconds * recomputed.forward_fraction
         backward = layers_seconds * (1 - recomputed.forward_fraction)
         copies = exposed_copy_seconds(spec, pipeline_rank, (forward, backward), host)
-        parts.append((1, MicroBatchSeconds(host_copies=copies)))
+        parts.append((1, _Piece(MicroBatchSeconds(host_copies=copies))))
     if pipeline_rank == 0:
         parts.append((1, recomputed.embedding))
     if pipeline_rank == spec.parallelism.pipeline - 1:
         parts.append((1, recomputed.head))
+    outside_layers = micro_batch_host_seconds(spec, cluster)
+    parts.append((1, _Piece(MicroBatchSeconds(), host=outside_layers)))
     return parts
 
 
-def _add_parts(parts: _Parts) -> MicroBatchSeconds:
-    """Return the sum of all parts, each times its number."""
-    multiplied = [[times * value for value in _get_components(part)] for times, part in parts]
-    return MicroBatchSeconds(*map(sum, zip(*multiplied, strict=True)))
+def _micro_batch_seconds(parts: _Parts) -> MicroBatchSeconds:
+    """Return the seconds of one micro batch on a stage with these parts, by component."""
+    multiplied = [
+        [times * value for value in _get_components(piece.device)] for times, piece in parts
+    ]
+    device = MicroBatchSeconds(*map(sum, zip(*multiplied, strict=True)))
+    waiting = _host_wait_seconds(parts, device.total)
+    return replace(device, host_launches=device.host_launches + waiting)
+
+
+def _host_wait_seconds(parts: _Parts, device_seconds: float) -> float:
+    """Return the seconds per micro batch in which a stage's device waits for a host that launches too slowly.
+
+    The host launches all kernels of a pass one after another, and each kernel runs as soon as it is launched and the
+    kernel before it has ended. Forward and backward therefore each take as long as the slower of host and device.
+
+    Args:
+        parts: Parts of the stage.
+        device_seconds: Seconds of the device for all parts.
+    """
+    forward = sum([times * piece.forward for times, piece in parts])
+    host_forward = sum([times * piece.host.forward for times, piece in parts])
+    host_backward = sum([times * piece.host.backward for times, piece in parts])
+    backward = device_seconds - forward
+    return max(0.0, host_forward - forward) + max(0.0, host_backward - backward)
 
 
 def exposed_seconds(seconds: float, compute_seconds: float, contention: float) -> float:
@@ -313,11 +377,11 @@ def exposed_seconds(seconds: float, compute_seconds: float, contention: float) -
 class _Pieces:
     """Times per micro batch of the pieces of a model: a layer, the embedding, and the output layer with the loss."""
 
-    layer: MicroBatchSeconds
-    dense: MicroBatchSeconds
+    layer: _Piece
+    dense: _Piece
     """A dense layer of a model with experts; zero if the model has none."""
-    embedding: MicroBatchSeconds
-    head: MicroBatchSeconds
+    embedding: _Piece
+    head: _Piece
     """Output layer and loss, and the joining of tokens and hidden states for multi-token prediction (MTP). The
     layers of MTP belong to the last stage."""
     forward_fraction: float
@@ -335,7 +399,7 @@ def _compute_pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     kinds = [(times, *_layer_time(kind, cluster)) for times, kind in spec.block_specs]
     forward = sum(times * arithmetic.forward for times, _, arithmetic in kinds)
     backward = sum(times * arithmetic.backward for times, _, arithmetic in kinds)
-    layers = (seconds * times for times, seconds, _ in kinds)
+    layers = (piece * times for times, piece, _ in kinds)
     parallelism, shape = spec.parallelism, spec.shape
     if parallelism.expert > 1:
         # Embedding and head do not depend on how experts are split. Without that split they are computed once.
@@ -347,10 +411,8 @@ def _compute_pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
     if shape.mtp_layers:
         head += _layer_time(spec.mtp_joining_spec, cluster)[0] * shape.mtp_layers
     return _Pieces(
-        layer=sum(layers, start=MicroBatchSeconds()),
-        dense=_layer_time(spec.with_dense_layers, cluster)[0]
-        if shape.dense_layers
-        else MicroBatchSeconds(),
+        layer=sum(layers, start=_NOTHING),
+        dense=_layer_time(spec.with_dense_layers, cluster)[0] if shape.dense_layers else _NOTHING,
         forward_fraction=forward / (forward + backward) if forward else 0.0,
         embedding=embedding,
         head=head,
@@ -358,12 +420,11 @@ def _compute_pieces(spec: RunSpec, cluster: Cluster) -> _Pieces:
 
 
 @lru_cache(maxsize=65536)
-def _embedding_and_head_time(
-    spec: RunSpec, cluster: Cluster
-) -> tuple[MicroBatchSeconds, MicroBatchSeconds]:
+def _embedding_and_head_time(spec: RunSpec, cluster: Cluster) -> tuple[_Piece, _Piece]:
     """Return the times per micro batch of the embedding, and of the output layer with the loss.
 
-    Both include their collectives. The second also includes the embeddings of multi-token prediction.
+    Both include their collectives. The host's time for them is in `micro_batch_host_seconds`. The second also includes
+    the embeddings of multi-token prediction.
     """
     rate = _get_rates(spec, cluster)
     head_matmul, head_memory = head_seconds(spec, rate)
@@ -378,15 +439,19 @@ def _embedding_and_head_time(
         matmul=head_matmul, memory_bound=head_memory, tensor_parallel=head_calls + batch
     )
     head += embedding * spec.shape.total_mtp_layers
-    return embedding + MicroBatchSeconds(tensor_parallel=batch), head
+    embedding += MicroBatchSeconds(tensor_parallel=batch)
+    return (
+        _Piece(embedding, embedding.total * _FORWARD_FRACTION),
+        _Piece(head, head.total * _FORWARD_FRACTION),
+    )
 
 
 @lru_cache(maxsize=65536)
-def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, LayerSeconds]:
+def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[_Piece, LayerSeconds]:
     """Return two times of one layer per micro batch: with communication and launches, and of computation alone.
 
-    A layer takes at least the time in which the host launches its kernels. If the host does not run ahead of the
-    device, the times of launches and computation are added.
+    Launches that nothing hides are part of the device's seconds. All launches are the host's seconds, which the stage
+    compares with the device's.
     """
     layer = layer_seconds(spec, _get_rates(spec, cluster), cluster.execution.frozen)
     calls = _layer_call_seconds(spec.without_cp_comm_type, cluster)
@@ -395,9 +460,14 @@ def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, Lay
     memory_bound = layer.forward_memory + layer.memory_recompute + layer.backward_memory
     context_parallel = _context_seconds(spec, cluster, layer)
     busy = matmul + attention + memory_bound + calls.tensor_parallel + context_parallel
-    waiting = calls.launches
-    if host_runs_ahead(spec, cluster):
-        waiting = max(0.0, calls.launches - busy)
+    launches = calls.launches + context_launch_seconds(spec, cluster)
+    host = split_launch_seconds(spec, launches)
+    waiting = unhidden_launch_fraction(spec, cluster) * launches
+    if cluster.execution.summed_profiles:
+        waiting = max(waiting, launches - busy)
+    if waiting >= launches or cluster.execution.summed_profiles:
+        # Nothing is left that could hide behind other layers.
+        host = NO_HOST_SECONDS
     expert_parallel = calls.expert_parallel
     if cluster.execution.overlap_experts:
         contention = cluster.constants.contention
@@ -405,12 +475,15 @@ def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds, Lay
     seconds = MicroBatchSeconds(
         matmul=matmul,
         attention=attention,
-        memory_bound=memory_bound + waiting,
+        memory_bound=memory_bound,
         tensor_parallel=calls.tensor_parallel,
         context_parallel=context_parallel,
         expert_parallel=expert_parallel,
+        host_launches=waiting,
     )
-    return seconds, layer
+    computing = layer.forward + layer.backward
+    forward = seconds.total * (layer.forward / computing if computing else 0.0)
+    return _Piece(seconds, forward, host), layer
 
 
 class _LayerCallSeconds(NamedTuple):
@@ -503,8 +576,7 @@ def synchronisation_seconds(
     """Return two times per iteration: the exposed communication of gradients and weights, and the optimizer's update.
 
     Both times are of the pipeline rank with the slowest update. If the run overlaps this communication, gradients move
-    during the last backward and weights during the first forward. One bucket of gradients and one of weights are always
-    exposed. Both times are 0 for frozen weights.
+    during backward and weights during forward (`_exposed_sync_seconds`). Both times are 0 for frozen weights.
 
     Args:
         spec: The run.
@@ -528,17 +600,42 @@ def synchronisation_seconds(
         cp_comm_type="p2p",
     )
     bucket_fraction, update = _find_slowest_update(plain, cluster)
-    execution, contention = cluster.execution, cluster.constants.contention
+    execution = cluster.execution
     reduced, gathered = update.reduced, update.gathered
     if execution.overlap_gradients:
-        last_bucket = bucket_fraction * reduced
         backward = micro_batch_seconds * _BACKWARD_FRACTION
-        reduced = last_bucket + exposed_seconds(reduced - last_bucket, backward, contention)
+        reduced = _exposed_sync_seconds(spec, cluster, reduced, bucket_fraction, backward)
     if execution.overlap_parameters:
-        first_bucket = bucket_fraction * gathered
         forward = micro_batch_seconds * (1 - _BACKWARD_FRACTION)
-        gathered = first_bucket + exposed_seconds(gathered - first_bucket, forward, contention)
+        gathered = _exposed_sync_seconds(spec, cluster, gathered, bucket_fraction, forward)
     return reduced + gathered + update.other_reductions, update.optimizer
+
+
+def _exposed_sync_seconds(
+    spec: RunSpec, cluster: Cluster, seconds: float, bucket_fraction: float, pass_seconds: float
+) -> float:
+    """Return the exposed seconds of gradient reductions that overlap with backward, or of gathers with forward.
+
+    Without virtual stages, the communication overlaps with the pass of one micro batch, but for the last bucket of
+    gradients or the first of weights. A virtual stage ends its backward while the earlier virtual stages still have
+    theirs to do, for as many micro batches as there are stages. Its reduction overlaps with these. The reduction of the
+    first virtual stage starts after its last backward and is exposed (`schedules.py: backward_step_helper_postprocess`,
+    with `--align-grad-reduce`, Megatron's default). Gathers are the mirror image.
+
+    Args:
+        spec: The run.
+        cluster: The cluster.
+        seconds: Seconds of the communication of all virtual stages of a rank.
+        bucket_fraction: Fraction of a rank's gradients that one bucket holds.
+        pass_seconds: Seconds of the pass of one micro batch through all virtual stages of a rank.
+    """
+    virtual_stages = spec.parallelism.virtual_stages
+    always_exposed, overlapped = bucket_fraction * seconds, pass_seconds
+    if virtual_stages > 1:
+        always_exposed = seconds / virtual_stages
+        overlapped = spec.parallelism.pipeline * pass_seconds * (1 - 1 / virtual_stages)
+    contention = cluster.constants.contention
+    return always_exposed + exposed_seconds(seconds - always_exposed, overlapped, contention)
 
 
 class _UpdateSeconds(NamedTuple):

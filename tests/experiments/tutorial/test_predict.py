@@ -1,0 +1,43 @@
+"""The tutorial's runs are predicted with all flags of their scripts."""
+
+from statistics import median
+
+import pytest
+
+from parakit.experiments.tutorial.predict import predict_row
+from parakit.experiments.tutorial.rows import find_row, read_rows
+from parakit.planner.measured_step import TUTORIAL_FILE
+from parakit.planner.readings.reading_to_spec import convert_measurement
+from parakit.planner.readings.table import read_measurements
+from parakit.planner.time.iteration import iteration_seconds
+
+
+def test_overlap_of_gradients_and_weights_is_predicted_where_the_script_has_it() -> None:
+    executions = [
+        predict_row(find_row(row), "h100").timed.request.cluster.execution for row in ("114", "115")
+    ]
+    assert [item.overlap_gradients for item in executions] == [False, True]
+    assert [item.overlap_parameters for item in executions] == [False, True]
+
+
+def test_mixtures_are_predicted_with_the_dropout_of_their_scripts() -> None:
+    assert predict_row(find_row("500"), "h100").timed.candidate.spec.dropout == 0.1
+
+
+def test_published_measurements_of_the_tutorial_are_its_timed_runs() -> None:
+    measurements, unreadable = read_measurements(TUTORIAL_FILE)
+    timed = [row for row in read_rows() if row.step_ms]
+    assert not unreadable
+    assert [item.notes.partition("-")[0] for item in measurements] == [row.id for row in timed]
+    for measurement, row in zip(measurements, timed, strict=True):
+        assert measurement.value == pytest.approx((row.step_ms or 0) / 1e3)
+        run, named = convert_measurement(measurement), predict_row(row, "h100").timed.candidate
+        assert iteration_seconds(run.spec, run.cluster).total == pytest.approx(named.seconds.total)
+
+
+def test_times_of_the_tutorial_are_predicted_within_9_percent_in_the_median() -> None:
+    errors = [predict_row(row, "h100").time_error for row in read_rows()]
+    sizes = [abs(error) for error in errors if error is not None]
+    assert len(sizes) == 62
+    assert median(sizes) < 0.09
+    assert sum(size > 0.2 for size in sizes) <= 5
