@@ -1,4 +1,4 @@
-"""The notebook runs from its first cell to its last, in a separate process and in a kernel."""
+"""The notebooks run from the first cell to the last, in a separate process or in a kernel."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from parakit.config.files import ROOT
 from tests.patience import OF_A_RUN
 
 NOTEBOOK = ROOT / "examples/notebooks/parakit.ipynb"
+FIRST_MINUTES = NOTEBOOK.with_name("first_minutes.ipynb")
 
 
 def read_cells() -> list[dict[str, Any]]:
@@ -51,6 +52,29 @@ def test_the_cells_run_in_order(tmp_path: Path) -> None:
     assert "tp2.log: ok, 25 iterations" in ended.stdout
     assert "Rank 2 is in data loading" in ended.stdout
     assert "differs | reduced gradients | " in ended.stdout
+
+
+def test_the_first_minutes_need_no_address_in_a_clone_and_have_no_outputs() -> None:
+    cells = json.loads(FIRST_MINUTES.read_text(encoding="utf-8"))["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    assert 'REPOSITORY = ""' in code[0]
+    assert all(not cell.get("outputs") for cell in cells)
+
+
+@pytest.mark.slow
+def test_the_first_minutes_train_two_strategies_draw_them_and_find_the_injected_bug() -> None:
+    pytest.importorskip("ipykernel")
+    nbformat, nbclient = map(pytest.importorskip, ("nbformat", "nbclient"))
+    notebook = nbformat.read(FIRST_MINUTES, as_version=4)
+    resources = {"metadata": {"path": str(FIRST_MINUTES.parent)}}
+    nbclient.NotebookClient(notebook, timeout=2 * OF_A_RUN, resources=resources).execute()
+    code = [cell for cell in notebook.cells if cell["cell_type"] == "code"]
+    texts = ["".join(output.get("text", "") for output in cell.get("outputs", ())) for cell in code]
+    assert "dp2" in texts[1]
+    assert "tp2" in texts[1]
+    shown = [output["data"] for output in code[2]["outputs"] if "data" in output]
+    assert "<iframe srcdoc=" in shown[0]["text/html"]
+    assert "differs at: outputs, embedding.word_embeddings (output)" in texts[3]
 
 
 @pytest.mark.ranks
