@@ -33,7 +33,7 @@ from parakit.capturing import (
 
 
 class InitialState:
-    """A rank's weights and buffers at the start of the captured iteration."""
+    """A rank's weights and buffers at the start of the captured iteration, and how far earlier updates moved them."""
 
     def __init__(self, model: list[Any], parameters: ParameterMap) -> None:
         self._model, self._parameters = model, parameters
@@ -56,17 +56,31 @@ class InitialState:
             self._last_weights[key] = current.clone()
 
     def write(self, sink: Recording, optimizer: Any) -> None:
-        """Write weights, buffers and update magnitudes to the sink.
+        """Write update magnitudes, weights and buffers to the sink.
 
-        If the sink returns other values for a weight or a buffer, the model begins with those values.
+        If the sink returns other values for a weight or a buffer, the model begins with those values. All sums of
+        update magnitudes are forgotten.
         """
-        for parameter, part in self._parameters.parts(optimizer):
-            if id(parameter) in self._update_magnitudes:
-                magnitude = self._update_magnitudes[id(parameter)]
-                for piece in self._parameters.pieces(parameter, magnitude, part.start):
-                    sink.write_piece(CaptureStage.WEIGHTS, UPDATE_MAGNITUDE, piece)
+        self._write_update_magnitudes(sink, optimizer)
+        # The copies of all weights would otherwise take memory during the captured iteration.
         self._last_weights.clear()
         self._update_magnitudes.clear()
+        self._write_start(sink, optimizer)
+
+    def _write_update_magnitudes(self, sink: Recording, optimizer: Any) -> None:
+        """Write the sum of the update magnitudes of each parameter that was updated before."""
+        for parameter, part in self._parameters.parts(optimizer):
+            magnitude = self._update_magnitudes.get(id(parameter))
+            if magnitude is None:
+                continue
+            for piece in self._parameters.pieces(parameter, magnitude, part.start):
+                sink.write_piece(CaptureStage.WEIGHTS, UPDATE_MAGNITUDE, piece)
+
+    def _write_start(self, sink: Recording, optimizer: Any) -> None:
+        """Write weights and buffers, and take over the values by which the sink replaces them.
+
+        The optimizer's copies of the weights then get the same values.
+        """
         is_changed = False
         with torch.no_grad():
             for parameter in self._parameters.parameters:

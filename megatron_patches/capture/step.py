@@ -624,7 +624,10 @@ class _ReplayedIterator:
     read_batches: list[Any] = field(default_factory=list)
 
     def rewind(self) -> None:
-        """Let the iterator begin again with the first micro batch that was read."""
+        """Let the iterator read the stored micro batches from the first one on, and then further ones.
+
+        The first call replaces the iterator's source by one that stores what it gives.
+        """
         self.iterator.iterable = self._repeat_and_continue()
 
     def _repeat_and_continue(self) -> Iterator[Any]:
@@ -640,8 +643,11 @@ class _ReplayedIterator:
 def _replay_data(data: Any) -> Iterator[Callable[[], None]]:
     """Yield a function that makes data iterators give the same micro batches again.
 
-    `data` is one iterator, a list of iterators, or None on ranks without data. The iterators have their
-    own sources again when the context ends.
+    Within the context, the iterators read from a source that stores each micro batch. When the context ends, they
+    read from their own sources again.
+
+    Args:
+        data: One iterator, a list of iterators, or None on ranks without data.
     """
     iterators = data if isinstance(data, list) else [data]
     replayed = [
@@ -654,6 +660,7 @@ def _replay_data(data: Any) -> Iterator[Callable[[], None]]:
         for replayed_iterator in replayed:
             replayed_iterator.rewind()
 
+    # The first call stores nothing again: it replaces the sources, so that all micro batches are stored from now on.
     rewind()
     try:
         yield rewind

@@ -21,7 +21,11 @@ from megatron_patches.registry import Replacement, no_te_patch, wrap_original
 def _mark_parameters(
     original: Callable[..., torch.nn.Module], cls: type, config: Any, *args: Any, **kwargs: Any
 ) -> torch.nn.Module:
-    """Make a norm without sequence parallelism, then mark its parameters with the config's value."""
+    """Return a norm that was made as if sequence parallelism were off.
+
+    The attribute `sequence_parallel` of its parameters has the value of the real config. Megatron sums the gradients
+    of parameters that have True there.
+    """
     config_without_sp = copy.copy(config)
     config_without_sp.sequence_parallel = False
     norm = original(cls, config_without_sp, *args, **kwargs)

@@ -12,6 +12,7 @@ from parakit.costs.tensors import (
     UnevenSplitError,
     active_parameters,
     distinct_weight_elements,
+    explain_vocabulary_change,
     rank_parameters,
     total_parameters,
 )
@@ -76,6 +77,11 @@ def test_on_gpt2_tokens_only_the_embedding_of_a_mixture_grows() -> None:
     larger = replace(BLUEBERRY, vocabulary=50257)
     assert total_parameters(larger) == 79_502_208
     assert active_parameters(larger) == 37_034_880
+
+
+def test_vocabularies_that_are_padded_to_one_size_are_no_change() -> None:
+    shape = load_model("gpt2-large").shape
+    assert explain_vocabulary_change(shape, 50304) == ""
 
 
 @pytest.mark.parametrize(

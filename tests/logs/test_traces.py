@@ -49,6 +49,11 @@ def test_groups_get_the_time_of_their_kernels_and_gaps_the_remaining_time() -> N
     }
 
 
+def test_kernel_that_runs_beyond_the_last_step_is_counted_up_to_its_end() -> None:
+    events = [step(1, 0, 1000), event("kernel", "nvjet_hsh", 900, 400, 1, 7)]
+    assert milliseconds_by_group(events) == {"GEMM": 0.1, GAPS: 0.9}
+
+
 def test_real_gpu_trace_is_split_without_remainder() -> None:
     """The trace is of gpt2-tiny on an H200 (torch 2.11), whose device mostly waits for the host."""
     events = read_trace_events(Path(__file__).parent / "h200_gpt2_tiny.json.gz")

@@ -485,6 +485,15 @@ def test_tensor_that_no_rank_has_is_listed_and_counted(tmp_path):
     assert line == f"{WEIGHT} (weights weight) b output: no rank of the strategy has it"
 
 
+def test_slot_that_the_strategy_captured_nowhere_is_listed_with_this_reason(tmp_path):
+    stage = CaptureStage.OPTIMIZER_STATE
+    reference_tensors = [(weights(stage, "exp_avg"), WHOLE, place((0, 0, 0))), *whole()]
+    result = compare_tensors(tmp_path, [(rank(), whole())], reference_tensors)
+    (line,) = result.not_aligned
+    reason = "the strategy captured no such tensor of any parameter"
+    assert line == f"{WEIGHT} ({stage} exp_avg): {reason}"
+
+
 def begun(off, reach=0.01):
     """A weight that the iteration begins with, and how far the reference's updates reached."""
     at = place((0, 0, 0))

@@ -140,7 +140,10 @@ class InputShard:
 
 
 def parse_shard(text: str) -> InputShard:
-    """Return the shard that a text `i/n` names. The text `slurm` gives the shard of this task in its job array.
+    """Return the shard that a text names.
+
+    The text `i/n` names part `i` of `n`, where the first part is `0/n`. The text `slurm` names the part of this task
+    in its Slurm job array.
 
     Raises:
         DatasetError: The text has another form, or there is no such part.

@@ -298,16 +298,15 @@ def is_run_folder(folder: Path) -> bool:
 def encode_run(record: RunRecord) -> dict[str, Any]:
     """Return the content of `run.json` for a record.
 
-    Fields of the spec that follow from `argv` and `environment` are left out. These are shape, recomputation,
-    optimizer and fused patches.
+    The file has the fields of the record and of its spec side by side. Shape, recomputation, optimizer and fused
+    patches of the spec are left out, because they follow from `argv` and `environment`.
     """
     spec = record.spec
-    values = msgspec.to_builtins(spec) | {
-        "strategy": spec.name,
-        "seq_length": spec.shape.seq_length,
-    }
-    # Fields are converted one by one, because msgspec leaves out defaults that it filled in itself when it
-    # read a file without these fields.
+    values: dict[str, Any] = msgspec.to_builtins(spec)
+    values["strategy"] = spec.name
+    values["seq_length"] = spec.shape.seq_length
+    # The record's fields are converted one by one. If msgspec converted the record as a whole, it would leave out the
+    # defaults that it filled in when it read a file without these fields.
     for field in fields(record):
         values[field.name] = msgspec.to_builtins(getattr(record, field.name))
     return {name: values[name] for name in _FIELD_NAMES}

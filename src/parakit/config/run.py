@@ -500,10 +500,10 @@ class RunSpec:
 
     @cached_property
     def mtp_joining_spec(self) -> RunSpec:
-        """Run with which the costs of one block of multi-token prediction are estimated.
+        """Run from which the costs of one joining block of multi-token prediction (MTP) are estimated.
 
-        A layer of multi-token prediction (MTP) begins with a block that joins hidden states and
-        embedding. This run's model has that block alone, once per pipeline stage.
+        Every MTP layer begins with a block that joins hidden states and embedding. The model of the returned run
+        consists of such blocks only, one per pipeline stage.
         """
         shape = replace(
             self.shape.with_only_block(MTP), layers=self.parallelism.pipeline, mtp_layers=0

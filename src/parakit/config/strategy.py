@@ -332,7 +332,11 @@ def strategy_name(parallelism: Parallelism) -> str:
 
 
 def _name_pipeline(parallelism: Parallelism) -> str:
-    """Return the name of a pipeline without a schedule, such as `pp2`, `vpp2` (two virtual stages) or `vpp2x4`."""
+    """Return the name of a pipeline, without the name of its schedule.
+
+    `pp2` has two pipeline stages. `vpp2` has two pipeline stages with two virtual stages each. `vpp2x4` has two
+    pipeline stages with four virtual stages each.
+    """
     pipeline, virtual = parallelism.pipeline, parallelism.virtual_stages
     if virtual == 1:
         return f"pp{pipeline}"

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, inf
@@ -424,18 +425,32 @@ def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the bytes of offloaded tensors that are still on the device when backward begins.
 
     Each module leaves its last group of activations on the device. Later pipeline stages keep more bytes there if
-    the offload's `kept_bytes_per_stage` asks for that. These are added, at most as many as were offloaded.
+    the offload's `kept_bytes_per_stage` asks for that. They keep at most as many bytes as would be offloaded.
     """
     layers_per_chunk = spec.layers_per_chunk(pipeline_rank)
-    last_layers = next((layers for layers in reversed(layers_per_chunk) if layers), 0)
-    last_groups = offloaded_bytes(spec, last_layers).freed
-    last_groups -= offloaded_bytes(spec, last_layers, first=True).freed
-    requested = pipeline_rank * spec.offload.kept_bytes_per_stage
-    if not requested:
-        return last_groups
+    last_group_bytes = _last_group_bytes(spec, layers_per_chunk)
+    # `kept_bytes_per_stage` counts once for each stage before this one.
+    requested_bytes = pipeline_rank * spec.offload.kept_bytes_per_stage
+    if not requested_bytes:
+        return last_group_bytes
     freed_per_chunk = tuple(offloaded_bytes(spec, layers).freed for layers in layers_per_chunk)
-    offloaded = _bytes_in_flight(spec, pipeline_rank, freed_per_chunk) - last_groups
-    return last_groups + min(requested, offloaded)
+    freed_bytes = _bytes_in_flight(spec, pipeline_rank, freed_per_chunk)
+    on_host_bytes = freed_bytes - last_group_bytes
+    return last_group_bytes + min(requested_bytes, on_host_bytes)
+
+
+def _last_group_bytes(spec: RunSpec, layers_per_chunk: Sequence[int]) -> int:
+    """Return the bytes of the last group of each module in the chunk with which backward begins; 0 without layers.
+
+    Backward begins with the last chunk that has layers, and needs its last groups first. So they stay on the device.
+    """
+    chunks_with_layers = [layers for layers in layers_per_chunk if layers]
+    if not chunks_with_layers:
+        return 0
+    layers = chunks_with_layers[-1]
+    freed_in_other_microbatches = offloaded_bytes(spec, layers).freed
+    freed_before_backward = offloaded_bytes(spec, layers, first=True).freed
+    return freed_in_other_microbatches - freed_before_backward
 
 
 _HOST_STATE_BYTES = 4 + 4 + 8

@@ -108,17 +108,18 @@ def total_parameters(shape: ModelShape, tensor: int = 1) -> int:
 def explain_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) -> str:
     """Return a sentence on how the data's vocabulary changes the number of parameters.
 
-    The sentence is empty if both vocabularies have the same size.
+    The sentence is empty if both vocabularies give the same number of parameters. This is so if their sizes are equal
+    or are padded to the same size.
 
     Args:
         shape: The shape with the model's own vocabulary.
         trained: Number of entries of the vocabulary of the training data.
         tensor: Tensor-parallel ranks for which the vocabulary is padded.
     """
-    if shape.vocabulary == trained:
-        return ""
     planned = total_parameters(shape, tensor)
     actual = total_parameters(replace(shape, vocabulary=trained), tensor)
+    if actual == planned:
+        return ""
     return (
         f"Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of {trained:,} is "
         f"trained and not the model's own {shape.vocabulary:,}: {actual:,} parameters, "

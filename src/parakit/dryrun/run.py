@@ -150,7 +150,11 @@ class IterationWatch:
         return Patch("dry_run_ledger", reason, lambda context: True, replaced)
 
     def _watch_step(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `train_step` that calls `original`, and counts the collective calls and live bytes in it."""
+        """Return a replacement of Megatron's `train_step`, which measures each call of `original`.
+
+        The collective calls and the bytes of live tensors are recorded during the call. Before it, the optimizer makes
+        one step.
+        """
 
         @functools.wraps(original)
         def train_step(

@@ -290,20 +290,28 @@ def _find_rank_of_log(path: Path) -> int | None:
 def _add_failure(gathered: _GatheredFiles, path: Path, log: WatchdogLog) -> None:
     """Record the rank that failed by itself, with the reason, if the log names such a rank.
 
-    Nothing is recorded if torch reports calls that do not fit together or ranks that were absent, because any
-    rank may raise the error that follows.
+    If the log names only the rank's number on its machine, a sentence that asks for more logs is added to
+    `gathered.refused` instead. Nothing is recorded if torch reports calls that do not fit together or ranks that
+    were absent, because any rank may raise the error that follows.
     """
-    if log.compared or log.absent or log.unfinished:
+    any_rank_may_raise_error = log.compared or log.absent or log.unfinished
+    if any_rank_may_raise_error:
         return
     scraped_log = scrape_log(path)
     status = classify_log(scraped_log)
-    if status.rank is not None and status.status in _STATUSES_OF_FAILURES:
+    failed_by_itself = status.status in _STATUSES_OF_FAILURES
+    if status.rank is not None and failed_by_itself:
         gathered.failures.setdefault(status.rank, status.reason)
     elif scraped_log.trace.root_cause_local_rank is not None:
-        gathered.refused.append(
-            f"{path} counts ranks on one machine: {status.reason.rstrip('.')}. On the first machine this is also "
-            "its rank in the job; add the logs of the ranks or torchrun's list of failures (Root Cause)."
-        )
+        gathered.refused.append(_explain_local_rank(path, status.reason))
+
+
+def _explain_local_rank(path: Path, reason: str) -> str:
+    """Return a sentence on a log that names the failed rank by its number on one machine, and why it failed."""
+    return (
+        f"{path} counts ranks on one machine: {reason.rstrip('.')}. On the first machine this is also "
+        "its rank in the job; add the logs of the ranks or torchrun's list of failures (Root Cause)."
+    )
 
 
 def _add_barrier(gathered: _GatheredFiles, absent: Sequence[int]) -> None:

@@ -765,12 +765,16 @@ def _find_group_size(line: str) -> int | None:
 
 
 def _find_operation_of_coalesced(line: str) -> str:
-    """Return the operation of collectives that were joined in one call, if its sizes show it; else an empty text.
+    """Return the operation of collectives that torch joined in one call, if the sizes of the call show it.
 
-    Only an all-gather receives several times what a rank gives, and only a reduce-scatter a fraction of it.
+    An all-gather receives a multiple of what the rank gives. A reduce-scatter receives a fraction of it. All other
+    sizes give an empty text. For example, an all-reduce and a message receive as much as they give.
     """
     match = _SIZES.search(line)
-    if match is None or match["operation"] != "COALESCED" or _find_group_size(line) is None:
+    if match is None or match["operation"] != "COALESCED":
+        return ""
+    # The group size is the quotient of both sizes. It is None for equal sizes, and for sizes with a remainder.
+    if _find_group_size(line) is None:
         return ""
     return "all_gather" if int(match["received"]) > int(match["given"]) else "reduce_scatter"
 

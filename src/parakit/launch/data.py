@@ -95,18 +95,22 @@ def sample_index_folder(runs: Path, paths: Sequence[str]) -> Path:
 
 
 def remove_stale_sample_indices(runs: Path) -> None:
-    """Remove the folders of sample indices whose data set is gone or has other content now.
+    """Remove each folder of sample indices if its data set is gone or has other content now.
 
-    Ranks that have opened such an index keep it, as they keep the data set's own replaced files. The
-    folders of blends stay.
+    A rank that has opened an index can read it until the rank ends, because the operating system keeps open files.
+    Folders of blends are not removed.
     """
     for description in (runs / SAMPLE_INDICES).glob(_DESCRIPTIONS):
         folder = description.parent
         # Another launcher may remove the file, and a rank may be about to write it.
         with suppress(OSError, ValueError, KeyError):
             path = str(json.loads(description.read_text())["dataset_path"])
-            is_of_folder = folder.name.startswith(f"{Path(path).name}-")
-            if is_of_folder and folder != sample_index_folder(runs, [path]):
+            # The folder of a blend has the descriptions of several data sets, and the name of none.
+            is_folder_of_data_set = folder.name.startswith(f"{Path(path).name}-")
+            if not is_folder_of_data_set:
+                continue
+            folder_of_present_content = sample_index_folder(runs, [path])
+            if folder != folder_of_present_content:
                 shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -44,22 +44,29 @@ EXIT_SIGNAL_HANDLER = "--exit-signal-handler"
 def runtime_flags(
     device: DeviceKind, parallelism: Parallelism, runtime: Runtime, options: Options, model: Model
 ) -> tuple[str, ...]:
-    """Return the flags that a device and a runtime need; empty for most models in NVIDIA's image.
+    """Return the flags of Megatron that a model needs on this device and runtime.
 
-    Flags that would disable the patches of `FUSED=` are left out.
+    Most models need no such flags on GPUs in NVIDIA's image. Flags that would disable the patches of `FUSED=` are
+    left out.
     """
-    left_out = set(dropped_flags(options.fused))
-    # Megatron core computes GELU's tanh approximation only with the bias-GELU fusion.
+    flags_left_out = set(dropped_flags(options.fused))
+    # Megatron core computes GELU's tanh approximation only with the bias-GELU fusion, which this flag disables.
     if TANH_GELU in model.flags:
-        left_out.add(EXACT_GELU)
-    flags = [flag for flag in _device_flags(device, parallelism, runtime) if flag not in left_out]
-    # Grouped GEMM is a kernel of Transformer Engine, and Megatron f4fa7d6b has it in bf16 only.
-    has_grouped_gemm = (
-        device is DeviceKind.GPU and runtime.transformer_engine and model.dtype == "bf16"
-    )
-    if model.shape.experts and has_grouped_gemm:
+        flags_left_out.add(EXACT_GELU)
+    device_flags = _device_flags(device, parallelism, runtime)
+    flags = [flag for flag in device_flags if flag not in flags_left_out]
+    if model.shape.experts and _has_grouped_gemm(device, runtime, model):
         flags.append("--moe-grouped-gemm")
     return tuple(flags)
+
+
+def _has_grouped_gemm(device: DeviceKind, runtime: Runtime, model: Model) -> bool:
+    """Return True if Megatron can compute all experts of a rank in one grouped GEMM.
+
+    Grouped GEMM is a kernel of Transformer Engine, and Megatron f4fa7d6b has it in bf16 only.
+    """
+    has_kernel = device is DeviceKind.GPU and runtime.transformer_engine
+    return has_kernel and model.dtype == "bf16"
 
 
 def _device_flags(

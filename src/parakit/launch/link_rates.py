@@ -51,9 +51,22 @@ WORKLOADS = {
 
 
 def measure_link(nodes: Nodes | None = None) -> dict[str, Any] | None:
-    """Return the measured rates between this machine's devices, or between one device per node.
+    """Measure and return the communication rates between this machine's devices, or between one device per node.
 
-    The result is None on every node but the first.
+    Args:
+        nodes: Nodes between which the rates are measured; None measures between the devices of this machine.
+
+    Returns:
+        None on every node but the first. On the first node, a JSON object with these keys:
+
+        - `backend`: `NCCL` or `gloo`.
+        - `ranks`: Number of ranks that communicated.
+        - `bytes_per_second`: Bytes that each rank sends per second in a ring; None for a single rank.
+        - `link`: Description of the link.
+        - `link_bytes_per_second`: Rated bytes per second of the link in one direction; None if unknown.
+        - `nodes`: The nodes, as the ranks report them.
+        - `pairs`: Rate between each node and the next node, while the other nodes wait.
+        - `clocks`: Summary of the clocks of the GPUs during the measurement.
 
     Raises:
         LaunchError: The ranks failed; the message has their last error.
@@ -77,13 +90,10 @@ def measure_link(nodes: Nodes | None = None) -> dict[str, Any] | None:
     return {
         "backend": "NCCL" if gpus else "gloo",
         "ranks": local_ranks * num_nodes,
-        # Bytes per second that each rank sends in a ring; None for a single rank.
         "bytes_per_second": figures.all_reduce_bytes_per_second,
         "link": link,
-        # The link's rate in one direction; None if it is not known.
         "link_bytes_per_second": link_rate,
         "nodes": figures.nodes,
-        # The rate between each node and the next one, while the other nodes wait.
         "pairs": figures.pair_bytes_per_second,
         "clocks": watch.summarize(),
     }

@@ -210,9 +210,15 @@ def _render_entry_script(source: RecipeRun, origin: str, path: str) -> str:
 
 
 def _check_entry_script(entry: str, recipe: str, spec: RunSpec) -> str:
-    """Return a sentence on what nemo-run would start; raise if nemo-run refuses the script.
+    """Return a description of the entry script, after nemo-run has checked the script without starting it.
 
-    The script is checked only if Megatron-Bridge is installed.
+    If Megatron-Bridge is not installed, the script is not checked. The description of a checked script also says how
+    many ranks nemo-run would start. If nemo-run refuses the script, the error of `check_recipe_entry` is raised.
+
+    Args:
+        entry: Text of the entry script.
+        recipe: Text of the recipe, which the script imports.
+        spec: The run that the recipe trains.
     """
     if not is_bridge_installed():
         return "the entry script that trains the recipe with nemo-run."

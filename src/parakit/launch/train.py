@@ -395,10 +395,10 @@ def _unknown_flags_sentence(launch: Launch) -> str:
 
 
 def _schedule_sentence(launch: Launch) -> str:
-    """Return a sentence if the learning rate's schedule does not fit the number of iterations; else empty.
+    """Return a sentence if the learning rate's schedule does not fit the number of iterations; else an empty text.
 
-    The schedule may be over before the run ends. Or, if it is the family's schedule for long runs, the run may
-    end within its warm-up.
+    The schedule may end before the run ends. Or the run may end during the warm-up, which is reported only for the
+    schedule of the model's family, because it is made for long runs. A schedule that the user sets gets no sentence.
     """
     schedule_flags = flags_with_role("schedule")
     user_sets_schedule = bool(schedule_flags & values_by_flag(launch.job.options.extra).keys())

@@ -255,20 +255,28 @@ class LogBlock:
 
         Lines before index `first`, and lines that are marked already, are not changed.
         """
-        lengths = self.stops[first:] - self.starts[first:]
-        candidates = first + np.flatnonzero((lengths == layout.length) & ~self.plain[first:])
+        has_length = self.stops - self.starts == layout.length
+        is_candidate = has_length & ~self.plain
+        is_candidate[:first] = False
+        candidates = np.flatnonzero(is_candidate)
         if not len(candidates):
             return
+        # Row i of the view has the bytes from byte i of the block on, so no line is copied before it is selected.
         windows = np.lib.stride_tricks.sliding_window_view(self._buffer, layout.length)
-        has_layout, columns = layout.read(windows[self.starts[candidates]])
+        candidate_lines = windows[self.starts[candidates]]
+        has_layout, columns = layout.read(candidate_lines)
         lines = candidates[has_layout]
         self.plain[lines] = True
         for name, values in columns.items():
-            if name not in self.columns.values:
-                self.columns.values[name] = np.zeros(self.columns.count, find_dtype(name))
-                self.columns.known[name] = np.zeros(self.columns.count, np.bool_)
-            self.columns.values[name][lines] = values[has_layout]
-            self.columns.known[name][lines] = True
+            self._set_values(name, lines, values[has_layout])
+
+    def _set_values(self, name: str, lines: NDArray[np.intp], values: NDArray[Any]) -> None:
+        """Set the values of a field in the lines with these indices. A new field gets a column, known in no line."""
+        if name not in self.columns.values:
+            self.columns.values[name] = np.zeros(self.columns.count, find_dtype(name))
+            self.columns.known[name] = np.zeros(self.columns.count, np.bool_)
+        self.columns.values[name][lines] = values
+        self.columns.known[name][lines] = True
 
     def sections(self) -> Iterator[tuple[int, int, bool]]:
         """Yield the sections of the block in order. The lines of a section are either all plain or all not plain.

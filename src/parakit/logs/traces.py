@@ -120,8 +120,9 @@ def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
     """Return the milliseconds per iteration of each group of kernels; the gaps between kernels are a group too.
 
     Groups without time are left out. The time from the beginning of the first profiled step to the end of the
-    last step is counted. Kernels that run concurrently on several streams are counted separately, so the groups
-    may add up to more than an iteration.
+    last step is counted. A kernel that begins before this end and runs beyond it is counted up to the end. Kernels
+    that run concurrently on several streams are counted separately, so the groups may add up to more than an
+    iteration.
 
     Raises:
         ValueError: The trace has no profiled step, or nothing ran in the steps.
@@ -140,7 +141,8 @@ def milliseconds_by_group(events: Sequence[TraceEvent]) -> dict[str, float]:
         raise ValueError("The trace has steps and nothing that ran in them.")
     microseconds: dict[str, float] = defaultdict(float)
     for interval in intervals:
-        microseconds[classify_kernel(interval.name, interval.operators)] += interval.duration_us
+        group = classify_kernel(interval.name, interval.operators)
+        microseconds[group] += min(interval.duration_us, end - interval.start_us)
     microseconds[GAPS] = max(end - begin - _count_busy_microseconds(intervals, end), 0.0)
     num_steps = len({step.name for step in steps})
     return {

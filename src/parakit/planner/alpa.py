@@ -142,28 +142,39 @@ def find_best_stages(
                 fastest = cost
         return fastest
 
-    bounds: set[float] = set()
-    flight_counts = range(1, min(units, devices, count) + 1)
-    for first, end in combinations(range(units + 1), 2):
-        for mesh, flights in product(meshes, flight_counts):
-            cost = find_fastest(first, end, mesh, flights)
-            if cost is not None:
-                bounds.add(cost.seconds)
-    best_stages: tuple[AlpaStage, ...] = ()
-    best_seconds = math.inf
-    for bound in sorted(bounds):
-        # The slowest stage alone takes `bound` per micro batch, so higher bounds cannot be faster.
-        if count * bound >= best_seconds:
+    most_flights = min(units, devices, count)
+    best: _Stages | None = None
+    for bound in _list_stage_times(units, meshes, most_flights, find_fastest):
+        # The slowest stage alone takes `bound` per micro batch, so this bound and higher bounds cannot be faster.
+        if best is not None and count * bound >= best[0]:
             break
         within_bound = _solve_within_bound(bound, units, meshes, devices, count, find_fastest)
         if within_bound is None:
             continue
         sum_of_stages, stages = within_bound
+        # The first micro batch passes through all stages. Then the slowest stage delays each further one.
         slowest = max(stage.cost.seconds for stage in stages)
         total = sum_of_stages + (count - 1) * slowest
-        if total < best_seconds:
-            best_seconds, best_stages = total, stages
-    return (best_seconds, best_stages) if best_stages else None
+        if best is None or total < best[0]:
+            best = total, stages
+    return best
+
+
+def _list_stage_times(
+    units: int, meshes: list[int], most_flights: int, find_fastest: _FindFastest
+) -> list[float]:
+    """Return the seconds per micro batch of all stages that are possible, in ascending order without repeats.
+
+    One of these times is the time of the slowest stage in the best plan. The stages run any successive units on any
+    mesh, with one to `most_flights` micro batches in flight.
+    """
+    times: set[float] = set()
+    for first, end in combinations(range(units + 1), 2):
+        for mesh, flights in product(meshes, range(1, most_flights + 1)):
+            cost = find_fastest(first, end, mesh, flights)
+            if cost is not None:
+                times.add(cost.seconds)
+    return sorted(times)
 
 
 def _solve_within_bound(

@@ -319,7 +319,7 @@ def _sort_components(
 def trained_vocabulary_sentence(spec: RunSpec) -> str:
     """Return how the model that the command trains on the kit's own data differs from the planned one.
 
-    The sentence is empty if both have the same vocabulary.
+    The sentence is empty if both have equally many parameters.
     """
     return explain_vocabulary_change(spec.trained_shape, GPT2_VOCABULARY, spec.parallelism.tensor)
 

@@ -56,7 +56,9 @@ def can_draw() -> bool:
 
 
 def draw_chart(name: str, title: str, text: str, painter: Callable[[Figure], None]) -> Chart:
-    """Return the chart that `painter` draws. Equal input gives equal bytes.
+    """Return the chart that `painter` draws, as an SVG file and as an SVG element for a page.
+
+    Equal input gives equal bytes.
 
     Args:
         name: Name of the chart, which its file and its ids use.
@@ -64,6 +66,15 @@ def draw_chart(name: str, title: str, text: str, painter: Callable[[Figure], Non
         text: Description.
         painter: Function that draws into an empty figure.
     """
+    svg = _number_clip_paths(_render(name, painter))
+    label = html.escape(f"{title}. {text}", quote=True)
+    return Chart(
+        name, title, text, svg=_colour_for_file(svg), inline=_adapt_to_page(svg, name, label)
+    )
+
+
+def _render(name: str, painter: Callable[[Figure], None]) -> str:
+    """Return the SVG that matplotlib makes of a figure. Text and background have the placeholder colours."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -74,20 +85,37 @@ def draw_chart(name: str, title: str, text: str, painter: Callable[[Figure], Non
         painter(figure)
         buffer = io.StringIO()
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
-    svg = buffer.getvalue()
-    # matplotlib makes a clip path's id from all digits of its axes' bounds. Their last digit differs between
-    # processes, because the layout's solver depends on addresses in memory. So the ids become numbers.
+    return buffer.getvalue()
+
+
+def _number_clip_paths(svg: str) -> str:
+    """Return the SVG with a number as the id of each clip path.
+
+    matplotlib makes the id from all digits of the bounds of the axes. The last digit differs between processes, because
+    the layout's solver depends on addresses in memory.
+    """
     for index, clip in enumerate(re.findall(r'<clipPath id="(\w+)"', svg)):
         svg = svg.replace(clip, f"clip{index}")
-    file_text = svg.replace(INK, INK_ALONE).replace(PAPER, "#ffffff")
-    inline = svg[svg.index("<svg") :]
-    # Ids must differ between the charts of a page, so they get the chart's name as a prefix.
-    inline = inline.replace(INK, "currentColor").replace(f"fill: {PAPER}", "fill: none")
-    inline = inline.replace('id="', f'id="{name}-').replace('"#', f'"#{name}-')
-    inline = inline.replace("url(#", f"url(#{name}-")
-    label = html.escape(f"{title}. {text}", quote=True)
-    inline = inline.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
-    return Chart(name, title, text, file_text, inline)
+    return svg
+
+
+def _colour_for_file(svg: str) -> str:
+    """Return the SVG with dark text on white."""
+    return svg.replace(INK, INK_ALONE).replace(PAPER, "#ffffff")
+
+
+def _adapt_to_page(svg: str, name: str, label: str) -> str:
+    """Return the SVG's element for a page, without the header of a file.
+
+    It has the colour of the page's text, no background, and the text alternative `label`, in which HTML's special
+    characters are escaped already.
+    """
+    element = svg[svg.index("<svg") :]
+    element = element.replace(INK, "currentColor").replace(f"fill: {PAPER}", "fill: none")
+    # Ids, and references to them, get the chart's name as a prefix, because they must differ between charts of a page.
+    element = element.replace('id="', f'id="{name}-')
+    element = element.replace('"#', f'"#{name}-').replace("url(#", f"url(#{name}-")
+    return element.replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
 _STYLE = {

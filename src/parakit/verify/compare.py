@@ -95,6 +95,7 @@ _SCALED_STAGES = (
 """Stages whose tensors are multiplied by the loss scale in fp16."""
 _OVERFLOW = "it overflows at this loss scale and the step is skipped; set --initial-loss-scale"
 _HELD_BY_NONE = "no rank of the strategy has it"
+_SLOT_NOT_CAPTURED = "the strategy captured no such tensor of any parameter"
 _NO_SUCH_PARAMETER = "the reference has no such parameter"
 _NO_SUCH_TENSOR = "the reference has no such tensor"
 _NORM_UNUSED = "nothing is clipped, and not every optimizer computes a norm then"
@@ -602,24 +603,31 @@ class _Comparer:
                 self._skip(_HELD_BY_NONE, f"{tensor_key.name} {tensor_key.slot}")
 
     def _list_missing_parameters(self, stage: CaptureStage) -> None:
-        """Add the tensors of a parameter's shape that only the reference has in a stage."""
+        """Add the parameters' tensors of a stage that only the reference has.
+
+        Update magnitudes are left out, because they only scale other tensors. A tensor of a parameter that no rank of
+        the strategy holds is listed as not compared, and so is a tensor in a slot that the strategy did not capture for
+        any parameter. Every other missing tensor is wrong: it gets error 1.0, and all its elements are uncovered.
+        """
         weights = group_parameter_parts(self._strategy, CaptureStage.WEIGHTS)
-        held_parameters = {(name, layer) for name, layer, _ in weights}
-        actual = group_parameter_parts(self._strategy, stage)
-        captured_slots = {slot for _, _, slot in actual}
+        held_parameters = {(parameter_name, layer) for parameter_name, layer, _ in weights}
+        captured = group_parameter_parts(self._strategy, stage)
+        captured_slots = {slot for _, _, slot in captured}
         for key, parts in group_parameter_parts(self._reference, stage).items():
             parameter_name, layer, slot = key
-            if key in actual or slot == UPDATE_MAGNITUDE:
+            if key in captured or slot == UPDATE_MAGNITUDE:
                 continue
             self._num_seen += 1
-            first = parts[0]
-            is_held = (parameter_name, layer) in held_parameters
-            if not is_held or slot not in captured_slots:
-                self._skip(_HELD_BY_NONE, f"{first.name} ({stage} {slot})")
-                continue
-            comparison = self._get_comparison((stage, first.name, slot), first.record)
-            comparison.error = 1.0
-            comparison.uncovered += int(np.prod(first.full_shape))
+            first_part = parts[0]
+            label = f"{first_part.name} ({stage} {slot})"
+            if (parameter_name, layer) not in held_parameters:
+                self._skip(_HELD_BY_NONE, label)
+            elif slot not in captured_slots:
+                self._skip(_SLOT_NOT_CAPTURED, label)
+            else:
+                comparison = self._get_comparison((stage, first_part.name, slot), first_part.record)
+                comparison.error = 1.0
+                comparison.uncovered += int(np.prod(first_part.full_shape))
 
     @cached_property
     def _second_moments(self) -> dict[ParameterKey, list[ParameterPart]]:

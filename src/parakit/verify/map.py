@@ -51,6 +51,8 @@ COLUMNS = (
     ),
 )
 _STAGES_WITH_SIDES = (CaptureStage.OUTPUTS, CaptureStage.ACTIVATION_GRADIENTS)
+_Position = tuple[int, float]
+"""Position of a tensor or module in the map: index of the stage, and order of the tensor in the computation."""
 _ACTIVATION_SLOT = re.compile(r"(?:recomputed\.)?(input|output)(?:\.\w+)?(?:@[\w.]+)?")
 _PARAMETER_SUFFIXES = (".weight", ".bias")
 
@@ -134,9 +136,14 @@ class MapRow:
 
 
 def colour_level(ratio: float, differs: bool) -> int:
-    """Return the colour level of an error over its tolerance.
+    """Return the colour level of a tensor's cell.
 
-    The level is 0 for no error, at most `WRONG` - 1 for a right tensor and at least `WRONG` for a wrong one.
+    A right tensor has at most level `WRONG` - 1, and level 0 if it has no error. A wrong tensor has at least level
+    `WRONG`.
+
+    Args:
+        ratio: The tensor's error divided by its tolerance.
+        differs: True if the tensor is wrong. It may be wrong with a small error, for example if copies differ.
     """
     if differs:
         return max(WRONG, 1 + bisect_right(BOUNDS, ratio))
@@ -150,24 +157,35 @@ def build_map_rows(compared: CaptureComparison, first: ComparisonKey | None) -> 
         compared: Comparisons to show.
         first: Key of the first wrong tensor; None if all tensors are right.
     """
-    comparisons_by_module: defaultdict[str, list[TensorComparison]] = defaultdict(list)
-    for comparison in compared.comparisons:
-        stage, name, _ = comparison.key
-        module = name.rpartition(".")[0] if stage in PARAMETERS else ""
-        comparisons_by_module[module or name].append(comparison)
+    comparisons_by_module = _group_by_module(compared.comparisons)
     skipped_columns = _find_columns_not_compared(compared.not_aligned)
-    roots = _build_tree(comparisons_by_module, skipped_columns)
-    rows = [row for root in roots for row in root.within()]
+    rows: list[MapRow] = []
+    for root in _build_tree(comparisons_by_module, skipped_columns):
+        rows.extend(root.within())
     for row in rows:
         for comparison in comparisons_by_module.get(row.name, ()):
             cell = row.cells[_column_index(comparison.key)]
             cell.tensors.append(comparison)
-            cell.first |= comparison.key == first
+            if comparison.key == first:
+                cell.first = True
         for column_index in skipped_columns.get(row.name, ()):
             cell = row.cells[column_index]
             cell.not_compared = not cell.tensors
     _fold_rows(rows)
     return rows
+
+
+def _group_by_module(
+    comparisons: Iterable[TensorComparison],
+) -> dict[str, list[TensorComparison]]:
+    """Return the comparisons of each module, by its name. A parameter belongs to the module that owns it."""
+    comparisons_by_module: defaultdict[str, list[TensorComparison]] = defaultdict(list)
+    for comparison in comparisons:
+        stage, name, _ = comparison.key
+        # Activations are named after their module. The last part of a parameter's name, such as `weight`, is its own.
+        module = name.rpartition(".")[0] if stage in PARAMETERS else name
+        comparisons_by_module[module or name].append(comparison)
+    return dict(comparisons_by_module)
 
 
 def _column_index(key: ComparisonKey) -> int:
@@ -247,33 +265,55 @@ def _build_tree(
 
 def _order_modules(
     comparisons_by_module: Mapping[str, Sequence[TensorComparison]], other_modules: Iterable[str]
-) -> dict[str, tuple[int, float]]:
+) -> dict[str, _Position]:
     """Return the position of each module, layer and expert in the map, by name.
 
-    A position is the index of the stage and the order of the first compared tensor. Modules without one take
-    the first position of the modules inside, and else come last.
+    A compared module has the position of its first compared tensor. A module of `other_modules`, which was not
+    compared, has the first position of all compared modules inside it. If no module inside it was compared, the
+    module comes after all others. A layer or an expert has the first position of all modules inside it.
     """
-    order_by_name: dict[str, tuple[int, float]] = {}
-    for name, comparisons in comparisons_by_module.items():
-        orders = [(STAGES.index(comparison.key[0]), comparison.order) for comparison in comparisons]
-        order_by_name[name] = min(orders)
-    after_all = (len(STAGES), 0.0)
+    compared_positions = {
+        name: min(map(_find_position, comparisons))
+        for name, comparisons in comparisons_by_module.items()
+    }
+    positions = dict(compared_positions)
     for name in other_modules:
-        orders_inside = [
-            order
-            for inner_name, order in order_by_name.items()
-            if inner_name.startswith(f"{name}.")
-        ]
-        order_by_name.setdefault(name, min(orders_inside, default=after_all))
-    for name in [*order_by_name]:
-        order = order_by_name[name]
-        parts = name.split(".")
-        for num_parts, part in enumerate(parts, start=1):
-            # Layers and experts get a row even if they have no tensors of their own.
-            if part.isdigit():
-                layer = ".".join(parts[:num_parts])
-                order_by_name[layer] = min(order, order_by_name.get(layer, order))
-    return order_by_name
+        if name not in positions:
+            positions[name] = _find_first_position_inside(name, compared_positions)
+    # Layers and experts get a row even if they have no tensors of their own.
+    layer_positions: dict[str, _Position] = {}
+    for name, position in positions.items():
+        for layer in _list_layers_around(name):
+            layer_positions[layer] = min(position, layer_positions.get(layer, position))
+    return positions | layer_positions
+
+
+def _find_position(comparison: TensorComparison) -> _Position:
+    """Return the position of a compared tensor."""
+    stage, _, _ = comparison.key
+    return STAGES.index(stage), comparison.order
+
+
+def _find_first_position_inside(module: str, positions: Mapping[str, _Position]) -> _Position:
+    """Return the first of the positions of modules inside `module`; the position after all others without any."""
+    positions_inside = [
+        position for name, position in positions.items() if name.startswith(f"{module}.")
+    ]
+    after_all_stages = (len(STAGES), 0.0)
+    return min(positions_inside, default=after_all_stages)
+
+
+def _list_layers_around(name: str) -> list[str]:
+    """Return the names of the layers and experts that contain a module, outermost first.
+
+    Their last part is a number. A layer contains itself.
+    """
+    parts = name.split(".")
+    return [
+        ".".join(parts[:num_parts])
+        for num_parts, part in enumerate(parts, start=1)
+        if part.isdigit()
+    ]
 
 
 def _find_parent(name: str, rows: Mapping[str, MapRow]) -> MapRow | None:

@@ -127,10 +127,13 @@ class Judgement:
 
 
 def check_same_work(reference: Capture, strategy: Capture) -> None:
-    """Raise an error unless both runs train the same batches, with the same losses, dropout and loss scales.
+    """Raise an error if two runs did different work, so that their tensors could not be compared.
+
+    Compared are the settings of the iteration, the dropout masks and the fp16 loss scales. If the micro batch sizes
+    differ and each micro batch averages its own loss, all micro batches of a run must have equally many tokens.
 
     Raises:
-        VerifyError: A setting differs; the message names it.
+        VerifyError: The runs differ, or a run has micro batches of different lengths. The message says in what.
     """
     ours, expected = strategy.first, reference.first
     settings: dict[str, tuple[object, object]] = {

@@ -6,6 +6,7 @@ parameters.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -167,9 +168,9 @@ def describe_sweep(results: Sequence[SweptCell]) -> list[str]:
             where = f"On {plural(num_devices, f'{device_kind.upper()} rank')}"
             if len(model_kinds) > 1:
                 where += f", {model_kind}:"
-            for (name, first), (other_name, second) in _list_pairs(cells):
-                comparisons = _compare_sizes(first, second)
-                sentences.append(describe_pair(where, name, other_name, comparisons))
+            for side, other_side in _list_pairs(cells):
+                comparisons = _compare_sizes(side.cells, other_side.cells)
+                sentences.append(describe_pair(where, side.name, other_side.name, comparisons))
     return sentences
 
 
@@ -178,23 +179,35 @@ def _name_model_kind(cell: SweptCell) -> str:
     return "mixtures of experts" if cell.job.model.shape.experts else "dense models"
 
 
-def _list_pairs(
-    results: Sequence[SweptCell],
-) -> Iterator[tuple[tuple[str, list[SweptCell]], ...]]:
-    """Yield the pairs to compare, each side with a name and its cells by size.
+@dataclass(frozen=True)
+class _Side:
+    """A backend with its fastest strategies, or one strategy of a backend."""
 
-    First come the backends, each with its fastest strategy, then the strategies of each backend.
+    name: str
+    cells: Sequence[SweptCell]
+
+
+def _list_pairs(results: Sequence[SweptCell]) -> Iterator[tuple[_Side, _Side]]:
+    """Yield the pairs of sides to compare: all pairs of backends, then all pairs of strategies of each backend.
+
+    Args:
+        results: Cells of one number and kind of devices.
     """
-    fastest = {backend: cells for (_, backend), cells in select_fastest(results).items()}
     backends = list(dict.fromkeys(cell.backend for cell in results))
-    backend_sides = [(backend.value, fastest.get(backend, [])) for backend in backends]
-    yield from combinations(backend_sides, 2)
+    fastest_cells = {backend: cells for (_, backend), cells in select_fastest(results).items()}
+    sides = [_Side(backend.value, fastest_cells.get(backend, [])) for backend in backends]
+    yield from combinations(sides, 2)
     for backend in backends:
-        cells_by_name: dict[str, list[SweptCell]] = {}
-        for cell in results:
-            if cell.backend is backend:
-                cells_by_name.setdefault(f"{backend} {cell.job.strategy}", []).append(cell)
-        yield from combinations(cells_by_name.items(), 2)
+        yield from combinations(_list_strategies(results, backend), 2)
+
+
+def _list_strategies(results: Sequence[SweptCell], backend: Backend) -> list[_Side]:
+    """Return the strategies of a backend in the order of their first cells."""
+    cells_by_name: defaultdict[str, list[SweptCell]] = defaultdict(list)
+    for cell in results:
+        if cell.backend is backend:
+            cells_by_name[f"{backend} {cell.job.strategy}"].append(cell)
+    return [_Side(name, cells) for name, cells in cells_by_name.items()]
 
 
 def describe_pair(
@@ -247,7 +260,15 @@ def _describe_crossing(
     other_name: str,
     comparisons: Sequence[SizeComparison],
 ) -> str:
-    """Return which side overtakes the other between two sizes, and at how many parameters."""
+    """Return a clause on which side overtakes the other between two sizes, and at how many parameters.
+
+    Args:
+        small: The last size at which the side that is overtaken is clearly faster.
+        large: The next size with a clear difference, at which the other side is faster.
+        name: The first side, whose time is the reference.
+        other_name: The second side.
+        comparisons: All sizes from small to large. Those between `small` and `large` locate the crossing.
+    """
     winner, loser = _order_by_speed(large, name, other_name)
     between: list[SizeComparison] = []
     for comparison in comparisons:

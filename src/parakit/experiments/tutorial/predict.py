@@ -76,7 +76,13 @@ class PredictedRow:
 
 
 def predict_row(row: TutorialRow, gpu: str) -> PredictedRow:
-    """Predict one run on as many devices of a kind as were published.
+    """Return a row with the predicted time of its run on GPUs of another kind.
+
+    The number of GPUs is that of the published run.
+
+    Args:
+        row: Published run of the tutorial.
+        gpu: Name of the GPU in the planner's catalogue.
 
     Raises:
         ValueError: The device is unknown.

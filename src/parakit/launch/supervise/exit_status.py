@@ -171,10 +171,10 @@ def _has_killed_for_memory(kills_before: int | None) -> bool:
 
 
 def name_memory_limit(status: StatusRecord) -> StatusRecord:
-    """Return the status of a run that ran out of memory with the limit that this process and its ranks have.
+    """Return a status with the limit of the address space added to its reason, if a rank ran out of host memory.
 
-    Every other status is returned as it is, and so is every status if the address space is not limited.
-    A GPU that is out of memory names its own size.
+    The status is returned unchanged in three cases: it has another cause, the address space is not limited, or a GPU
+    ran out of memory. In the third case the reason already has the size of the GPU.
     """
     limit_bytes = read_address_limit()
     if status.status is not Status.OUT_OF_MEMORY or limit_bytes is None:

@@ -33,7 +33,8 @@ _BENCHMARK_OF_TOKENS = "gpt3"
 """Benchmark that counts tokens instead of samples."""
 _THROUGHPUT = "throughput"
 _TOO_LARGE = 2**53
-_MAX_DIGITS = 10
+_MAX_DIGITS = 9
+"""Most digits of a batch size or sequence length. Longer numbers are no sizes."""
 _DECODER = msgspec.json.Decoder(dict[str, Any])
 
 
@@ -118,15 +119,26 @@ def is_number(value: object) -> TypeGuard[int | float]:
 
 
 def find_step_sizes(arguments: Mapping[str, str]) -> dict[str, int]:
-    """Return by how much one step increases each count of a log, by the count's name; 0 if unknown."""
-    sizes = []
-    for name in ("global_batch_size", "seq_length"):
-        text = arguments.get(name, "")
-        is_size = text.isdecimal() and len(text) < _MAX_DIGITS
-        sizes.append(int(text) if is_size else 0)
-    batch, length = sizes
-    tokens = batch * length if arguments.get("submission_benchmark") == _BENCHMARK_OF_TOKENS else 0
-    return {"step": 1, "samples_count": batch, "first_epoch_num": tokens}
+    """Return how much one training step adds to each counter in the log's events.
+
+    The keys are the names of the counters: `step` counts steps, and `samples_count` samples. `first_epoch_num` counts
+    tokens in the GPT-3 benchmark. A value is 0 if it is unknown, and for `first_epoch_num` in other benchmarks.
+
+    Args:
+        arguments: Settings of the run by Megatron's names, as the log states them.
+    """
+    samples_per_step = _parse_size(arguments.get("global_batch_size", ""))
+    # Only the GPT-3 benchmark writes its number of tokens into a field that is named after epochs.
+    tokens_per_step = 0
+    if arguments.get("submission_benchmark") == _BENCHMARK_OF_TOKENS:
+        tokens_per_step = samples_per_step * _parse_size(arguments.get("seq_length", ""))
+    return {"step": 1, "samples_count": samples_per_step, "first_epoch_num": tokens_per_step}
+
+
+def _parse_size(text: str) -> int:
+    """Return the batch size or sequence length that a setting states; 0 if it states none."""
+    is_size = text.isdecimal() and len(text) <= _MAX_DIGITS
+    return int(text) if is_size else 0
 
 
 def parse_event(line: str) -> dict[str, Any]:

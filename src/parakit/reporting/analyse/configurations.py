@@ -249,13 +249,18 @@ def _conditions_key(run: Run) -> tuple[object, ...]:
 
     The key is empty for a log without a run folder, because such a log does not record these conditions.
     """
-    if run.record is None:
+    record = run.record
+    if record is None:
         return ()
-    code, host = identify_run(run.record).code, run.record.host
+    code = identify_run(record).code
     # Old records have no hash of the code, so their commits stand for the code.
-    commits = (run.record.kit_commit, code.entry.megatron_commit) if code.code is None else None
-    code = replace(code, entry=replace(code.entry, path="", megatron_commit=None))
-    return code, commits, host.name, host.driver, host.interconnect
+    has_hash = code.code is not None
+    commits = None if has_hash else (record.kit_commit, code.entry.megatron_commit)
+    # Equal code may lie in another folder, or belong to another commit.
+    entry = replace(code.entry, path="", megatron_commit=None)
+    code_in_any_folder = replace(code, entry=entry)
+    host = record.host
+    return code_in_any_folder, commits, host.name, host.driver, host.interconnect
 
 
 def _row_order(row: Configuration) -> tuple[object, ...]:

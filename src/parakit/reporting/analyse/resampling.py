@@ -112,11 +112,13 @@ def _autocovariance(centred: Floats, longest_lag: int) -> list[float]:
 def _find_last_correlated_lag(covariance: list[float], variance: float, count: int) -> int:
     """Return the lag after which five autocorrelations in a row are too small to differ from 0.
 
-    Without five such lags the result is the last lag but one.
+    Near the longest lag fewer than five autocorrelations are left. It is then enough that all of these, and at least
+    two, are too small. Few samples would otherwise always count as correlated. If there is no such lag, the result
+    is the last lag but one.
 
     Args:
         covariance: Autocovariance by lag, from lag 0 on.
-        variance: Variance of the samples.
+        variance: Variance of the samples, above 0.
         count: Number of samples.
     """
     longest_lag = len(covariance) - 1

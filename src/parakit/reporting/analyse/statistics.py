@@ -444,13 +444,23 @@ def _log_distances(estimate: Estimate, compared: Estimate) -> tuple[float, float
     least = 1e-9 * estimate.median
     below = abs(math.log(max(estimate.low or 0.0, least) / estimate.median))
     above = abs(math.log(max(estimate.high or 0.0, least) / estimate.median))
-    other_scatter = compared.scatter_between_runs or 0.0
-    assumed = estimate.scatter.assumed
-    if not estimate.is_single_run or other_scatter <= assumed:
-        return below, above
-    quantile = student_quantile(estimate.scatter.degrees_of_freedom)
-    added = quantile * math.sqrt(other_scatter**2 - assumed**2)
+    added = _find_added_distance(estimate, compared) if estimate.is_single_run else 0.0
+    # Independent distances add up as squares.
     return math.hypot(below, added), math.hypot(above, added)
+
+
+def _find_added_distance(single: Estimate, compared: Estimate) -> float:
+    """Return the distance by which the interval of a single run is widened, in logarithms.
+
+    The interval of a single run rests on an assumed scatter between runs. If the runs of `compared` scatter by more,
+    the single run may too, so the distance stands for the scatter beyond the assumed one. Otherwise it is 0.
+    """
+    measured = compared.scatter_between_runs or 0.0
+    assumed = single.scatter.assumed
+    if measured <= assumed:
+        return 0.0
+    quantile = student_quantile(single.scatter.degrees_of_freedom)
+    return quantile * math.sqrt(measured**2 - assumed**2)
 
 
 def _distance_decided_by_repeats(reference: Estimate, other: Estimate) -> float:

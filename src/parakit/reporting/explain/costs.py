@@ -191,10 +191,12 @@ def _name_large_costs(costs: Costs, difference: float, noise: float) -> str:
 
 
 def largest_costs(subjects: Sequence[Subject]) -> dict[str, tuple[str, str]]:
-    """Return the largest cost of each run beyond its fair time, by run name.
+    """Return the largest cost of each run, by run name.
 
-    A cost is its time as text, and the part of the iteration that causes it. Left out are baselines, runs that
-    are not slower than their fair time, and runs whose largest cost is within noise.
+    The cost of a part of the iteration is the time that it takes beyond its fair time. The fair time is what the part
+    takes in the baseline, scaled to the run's tokens per rank. A value has the cost as text, and the name of the part.
+    Baselines are left out. So are runs that are not slower than their fair time, and runs with a largest cost
+    within noise.
     """
     costs_by_run = {}
     for subject in subjects:
@@ -345,7 +347,10 @@ def _explain_unequal_stages(spec: RunSpec, evidence: PredictionEvidence, stages:
 
 
 def _predict_more_microbatches(spec: RunSpec, stages: StageTimes) -> str:
-    """Return a sentence that predicts the time per micro batch for more micro batches, with its lower limit."""
+    """Return a sentence that predicts the time per micro batch if an iteration had more micro batches.
+
+    The sentence ends with the time of the slowest stage, which the time per micro batch approaches.
+    """
     count = spec.microbatches
     seconds_now = stages.iteration_seconds(count) / count
     formula = "(p−1)/(m·v)" if spec.parallelism.virtual_stages > 1 else "(p−1)/m"

@@ -276,14 +276,17 @@ def _draw_panels(figure: Figure, scene: Scene) -> None:
 def _draw_panel(
     axes: Axes, spans: Sequence[TraceSpan], *, origin: float, length: float, names: Sequence[str]
 ) -> None:
-    """Draw a panel with one horizontal lane per rank: waiting, passes and phases, and calls below them.
+    """Draw one horizontal lane per rank into a panel.
+
+    A lane is grey while the rank waits, and has the passes and phases in front of the grey. Communication calls are
+    in a thin lane below it.
 
     Args:
         axes: The panel.
-        spans: Spans of all its ranks.
+        spans: Spans of all ranks of the panel. Each rank has at least one span.
         origin: Time in milliseconds at which the axis starts.
         length: Length of the axis in milliseconds.
-        names: Name of each lane, by rank.
+        names: Names of the ranks, in ascending order of the ranks.
     """
     lanes = {rank: lane for lane, rank in enumerate(sorted({span.rank for span in spans}))}
     passes = select_passes(spans)

@@ -405,28 +405,43 @@ def _add_means(series: Series, x: NDArray[np.int64], y: NDArray[np.float64]) -> 
 
 
 def _add_progress(series: Series, run: Run) -> Series:
-    """Return the curve with the tokens and the seconds of training until each point, as far as the log has them.
+    """Return the curve with the tokens and the seconds of training until each point, as far as the log has them."""
+    return replace(
+        series, tokens=_tokens_until(series.x, run), seconds=_seconds_until(series.x, run)
+    )
 
-    Tokens need a batch size and a sequence length that hold for the whole run. Seconds need the time of every
-    iteration of the log, from the first iteration on.
+
+def _tokens_until(iterations: Sequence[int], run: Run) -> list[int]:
+    """Return the tokens that a run has trained on after each of these iterations.
+
+    The list is empty if the batch size or the sequence length is unknown, or if the batch size changes.
     """
     table = run.log.iterations
-    tokens: list[int] = []
     batch, sequence = run.global_batch_size, run.seq_length
     known_batches = table.values("global_batch_size")[table.known("global_batch_size")]
     has_constant_batch = bool(np.all(known_batches == batch))
-    if batch and sequence and has_constant_batch:
-        tokens = [iteration * batch * sequence for iteration in series.x]
-    seconds: list[float] = []
-    milliseconds = table.values("elapsed_ms")
-    is_timed = bool(np.all(table.known("elapsed_ms") & np.isfinite(milliseconds)))
+    if not batch or not sequence or not has_constant_batch:
+        return []
+    return [iteration * batch * sequence for iteration in iterations]
+
+
+def _seconds_until(iterations: Sequence[int], run: Run) -> list[float]:
+    """Return the seconds that a run has trained at the end of each of these iterations.
+
+    The list is empty if the log does not begin with iteration 1, lacks an iteration or lacks the time of one.
+    """
+    table = run.log.iterations
     # Without the first iterations, or with a gap, a sum would be the time of a part of the run.
     every_iteration = np.arange(1, len(table.numbers) + 1)
-    is_complete = len(every_iteration) > 0 and np.array_equal(table.numbers, every_iteration)
-    if is_complete and is_timed:
-        ends = np.cumsum(milliseconds) / _MS_PER_SECOND
-        seconds = [float(f"{ends[iteration - 1]:.7g}") for iteration in series.x]
-    return replace(series, tokens=tokens, seconds=seconds)
+    if not len(every_iteration) or not np.array_equal(table.numbers, every_iteration):
+        return []
+    milliseconds = table.values("elapsed_ms")
+    is_timed = table.known("elapsed_ms") & np.isfinite(milliseconds)
+    if not is_timed.all():
+        return []
+    seconds_at_end = np.cumsum(milliseconds) / _MS_PER_SECOND
+    # Iteration 1 has index 0.
+    return [float(f"{seconds_at_end[iteration - 1]:.7g}") for iteration in iterations]
 
 
 _MS_PER_SECOND = 1e3

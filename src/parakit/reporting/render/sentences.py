@@ -188,13 +188,15 @@ def group_compared_rows(report: Report) -> list[list[Entry]]:
 
     The first row of a group is the reference. A row that is compared with no other row is a group by itself.
     """
-    groups = {
-        entry.run.name: [entry]
-        for entry in report.entries
-        if entry.estimate and not entry.per_token
-    }
+    groups: dict[str, list[Entry]] = {}
     for entry in report.entries:
-        if entry.speed and entry.per_token:
+        # Rows that are compared have a time per token relative to their reference. So a timed row without such
+        # a time is a reference, or is compared with no row.
+        has_reference = entry.per_token is not None
+        if entry.estimate is not None and not has_reference:
+            groups[entry.run.name] = [entry]
+    for entry in report.entries:
+        if entry.speed is not None and entry.per_token is not None:
             groups[entry.speed.reference].append(entry)
     return sorted(groups.values(), key=len, reverse=True)
 
@@ -567,7 +569,11 @@ def _parity_sentences(report: Report) -> list[str]:
 
 
 def _last_loss_sentences(report: Report) -> list[str]:
-    """Return sentences on the last losses of rows that did their reference's work but may have other losses."""
+    """Return one sentence per row that did its reference's work with settings that may change the losses.
+
+    Each sentence states the last loss that both rows have. After a few sentences, one says how many more rows
+    there are.
+    """
     texts = []
     for entry in report.entries:
         losses = entry.parity.last_losses
