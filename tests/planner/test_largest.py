@@ -48,4 +48,4 @@ def test_largest_models_are_printed_drawn_and_written_as_json(
 
 def test_largest_models_refuse_a_model_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--largest", "--model", "gpt2-large"]) == 2
-    assert "leave MODEL= and STRATEGY= out" in capsys.readouterr().err
+    assert "leave --model and --strategy out" in capsys.readouterr().err

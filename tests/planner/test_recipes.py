@@ -78,4 +78,7 @@ def test_recipe_is_refused_with_a_named_strategy(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert main([*WORDS.split(), "--recipe", "tuned", "--strategy", "dp16"]) == 2
-    assert "RECIPE= is of a search" in capsys.readouterr().err
+    assert (
+        "--recipe is of a search; give --strategy its flags with --extra.\n"
+        in capsys.readouterr().err
+    )

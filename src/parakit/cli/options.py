@@ -214,7 +214,9 @@ def rewrite_as_options(text: str, command: Command) -> str:
         name, value = match[1], match[2]
         for setting in (*command.variables, *SETTINGS, *OPTIONS):
             if setting.name == name:
-                return _write_option(setting, value)
+                # A variable may end its sentence; the full stop is no value.
+                end = value[-1:] if value[-1:] in (".", "?") else ""
+                return _write_option(setting, value.removesuffix(end)) + end
         return match[0]  # A text in quotes, which has no name, or a name that is no variable.
 
     return _ASSIGNED.sub(rewrite_match, text)
