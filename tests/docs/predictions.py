@@ -83,7 +83,7 @@ def tensor_parallel_sentence() -> str:
     return (
         f"TP makes {names[forward + backward]} all-reduces per layer and micro batch: the "
         f"{names[forward]} of forward are exposed, and the {names[backward]} of backward are "
-        "overlapped with the products of the weights' gradients (*formula*, "
+        "overlapped with the weight-gradient products (*formula*, "
         "`src/parakit/costs/collectives/tensor.py`)."
     )
 
@@ -100,7 +100,7 @@ def _best(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> s
     ratio = compared.seconds.total / winner.seconds.total
     return (
         f"{model} on {gpus:,} {gpu.upper()}, {request.global_batch:,} samples: `{winner.strategy}` "
-        f"{_time(request, winner)}; `{compared.strategy}` takes {ratio:.2f} times as long."
+        f"takes {_time(request, winner)}; `{compared.strategy}` takes {ratio:.2f} times as long."
     )
 
 
@@ -112,7 +112,7 @@ def _over_a_slow_link(model: str) -> str:
     ratio = plain.timed.candidate.seconds.total / pipeline.timed.candidate.seconds.total
     return (
         f"{model} on 2 {REPORT_GPU.upper()} over {SETTINGS.links[SLOW_LINK]}: "
-        f"`{pipeline.timed.candidate.strategy}` {pipeline.time_text} ms; "
+        f"`{pipeline.timed.candidate.strategy}` takes {pipeline.time_text} ms; "
         f"`{plain.timed.candidate.strategy}` takes {ratio:.2f} times as long."
     )
 

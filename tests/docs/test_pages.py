@@ -1,5 +1,6 @@
 """Figures on pages equal what is computed here; each kind of claim is judged by its arithmetic."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -7,14 +8,17 @@ from typing import Any, cast
 import pytest
 
 from parakit.config.files import ROOT
+from parakit.config.strategy import Batch
 from parakit.formatting.units import MIB
-from parakit.planner.readings.published import h200_figures
+from parakit.planner.readings.published import h200_figures, h200_spec, usual_cluster
 from parakit.planner.readings.table import MEASUREMENTS_FILE, read_rows
+from parakit.planner.time.iteration import iteration_seconds
 from tests.docs.blind import BLIND, blind_groups
 from tests.docs.claims import Claim, judge, load_claims
 from tests.docs.pages import CLAIMS, GUIDE, PAGES, PLANNER, placed, renewed
 from tests.docs.practitioners import practitioners_table
 from tests.docs.predictions import SizeRow, request_of, size_sentence
+from tests.docs.residuals import h200_residuals
 from tests.docs.rules import CASES, rules_table
 from tests.golden.commands_of_the_kit import check_golden
 
@@ -72,6 +76,25 @@ def test_memory_of_the_published_runs_is_stated_in_mib_and_converted_to_gb() -> 
     for strategy, memories in published.items():
         row = next(line for line in lab_guide.splitlines() if f"`train-{strategy}-gpt2-l" in line)
         assert row.split(" | ")[4].split(" / ")[0] == f"{memories[0]:,}"
+
+
+def test_sentences_of_the_lab_guide_state_what_the_planner_predicts() -> None:
+    cluster = usual_cluster("h200", 2)
+    tp2, cp2 = (iteration_seconds(h200_spec(strategy), cluster) for strategy in ("tp2", "cp2"))
+    exposed_tp, exposed_cp = 1e3 * tp2.tensor_parallel, 1e3 * cp2.context_parallel
+    predicted_ms = {residual.case: residual.predicted for residual in h200_residuals()}
+    slower = predicted_ms["dp2"] - predicted_ms["baseline"]
+    lab_guide = (ROOT / "examples" / "gpt3" / "README.md").read_text(encoding="utf-8")
+    sentences = " ".join(lab_guide.split())
+    assert f"{exposed_tp:.0f} of TP's 106 ms and {exposed_cp:.0f} of CP's 79 ms" in sentences
+    assert f"predicted, it is {slower:.1f} ms slower" in sentences
+    for samples, sentence in (
+        (16, "The planner predicts {} ms"),
+        (4, "the planner predicts {} ms"),
+    ):
+        spec = replace(h200_spec("pp2"), batch=Batch(samples, 64))
+        milliseconds = 1e3 * iteration_seconds(spec, cluster).total
+        assert sentence.format(f"{milliseconds:,.0f}") in sentences
 
 
 def test_the_planners_readme_states_the_errors_of_blind_rows() -> None:
