@@ -92,7 +92,7 @@ def test_a_pipeline_with_fewer_micro_batches_than_stages_is_named(
     assert main(("--model", "gpt2-large", "--gpus", "2")) == 0
     screen = " ".join(capsys.readouterr().out.split())
     assert "pp2 (1 micro batch) has fewer micro batches than stages, so stages idle." in screen
-    assert "Alone, at its best micro batch and schedule, " in screen
+    assert "Each kind is used alone, at its best micro batch and schedule." in screen
 
 
 @pytest.mark.parametrize("arguments", [(), ("--global-batch", "128")])

@@ -532,9 +532,9 @@ def test_time_is_printed_with_errors_of_similar_published_measurements(
     assert main([*arguments, "--gpu", "a100", "--global-batch", "1536"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert re.search(
-        r"Expect .* to .* s per iteration with 80% probability, or .* to .* s with 95%, by the",
+        r"Expect .* to .* s per iteration with 80% probability, or .* to .* s with 95%\. The",
         text,
     )
-    assert "A100" in text.split("The nearest measurements are ")[1]
+    assert "A100" in text.split("The nearest measurement is ")[1]
     assert main(["--model", "gpt2-large", "--strategy", "dp2", "--gpu", "rtx6000-ada"]) == 0
     assert "No published measurement on" in " ".join(capsys.readouterr().out.split())

@@ -289,9 +289,9 @@ def test_plan_states_how_many_parameters_differ_from_the_published_model(
     request = make_request("llama3-8b", 2, "h200", 64)
     split = replace(request.template, parallelism=Parallelism(tensor=2))
     assert trained_vocabulary_sentence(split).startswith(
-        "Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of 50,257 is trained "
-        "and not the model's own 128,256: 7,392,727,040 parameters, 637,534,208 fewer than its "
-        "8,030,261,248; DATA="
+        "Not the same model: the kit's data have GPT-2's tokens, so the trained vocabulary is 50,257 instead "
+        "of 128,256. The trained model has 7,392,727,040 parameters, 637,534,208 fewer than 8,030,261,248. "
+        "To train the model itself, set DATA="
     )
     gpt2_request = make_request("gpt2-large", 2, "h200", 64)
     assert trained_vocabulary_sentence(gpt2_request.template) == ""

@@ -106,9 +106,9 @@ def total_parameters(shape: ModelShape, tensor: int = 1) -> int:
 
 
 def explain_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) -> str:
-    """Return a sentence on how the data's vocabulary changes the number of parameters.
+    """Return sentences on how the data's vocabulary changes the number of parameters.
 
-    The sentence is empty if both vocabularies give the same number of parameters. This is so if their sizes are equal
+    The text is empty if both vocabularies give the same number of parameters. This is so if their sizes are equal
     or are padded to the same size.
 
     Args:
@@ -121,10 +121,10 @@ def explain_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) 
     if actual == planned:
         return ""
     return (
-        f"Not the same model: the kit's data hold GPT-2's tokens, so a vocabulary of {trained:,} is "
-        f"trained and not the model's own {shape.vocabulary:,}: {actual:,} parameters, "
-        f"{abs(actual - planned):,} {'more' if actual > planned else 'fewer'} than its {planned:,}; "
-        "DATA= with tokens of its own tokenizer trains the model itself."
+        f"Not the same model: the kit's data have GPT-2's tokens, so the trained vocabulary is {trained:,} instead "
+        f"of {shape.vocabulary:,}. The trained model has {actual:,} parameters, {abs(actual - planned):,} "
+        f"{'more' if actual > planned else 'fewer'} than {planned:,}. To train the model itself, set DATA= to "
+        "tokens of its tokenizer."
     )
 
 

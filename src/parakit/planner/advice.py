@@ -258,8 +258,8 @@ def tie_sentence(plan: Plan) -> str:
     winner = plan.ranked[0].strategy
     return (
         f"{joined(names)} {verb} tied with {winner}: predictions cannot tell times within "
-        f"{TIE_RATIO - 1:.0%} apart. Of those with about the least memory, {winner} has the fewest kinds "
-        "of parallelism."
+        f"{TIE_RATIO - 1:.0%} apart. The plan chooses {winner}, because it has the fewest kinds of parallelism "
+        "among the tied strategies with about the least memory."
     )
 
 
@@ -411,20 +411,20 @@ def families_sentence(plan: Plan, winner: Candidate) -> str:
     best_by_family = find_best_of_each_family(plan.request)
     winner_family = strategy_family(winner.spec.parallelism)
     capacity = gib(plan.request.cluster.device.memory_bytes, 0)
-    phrases = []
+    sentences = []
     for family, best in best_by_family.items():
         if family is winner_family:
             continue
         name = _name_with_recompute(best)
         if best.is_recommended:
-            phrases.append(f"{family} takes {duration(best.seconds.total)} ({name})")
+            sentence = f"{family} takes {duration(best.seconds.total)} ({name})."
         else:
-            phrases.append(f"{family} needs {gib(best.memory.total, 0)} of {capacity} GiB ({name})")
+            sentence = f"{family} needs {gib(best.memory.total, 0)} of {capacity} GiB ({name})."
+        sentences.append(f"{sentence[0].upper()}{sentence[1:]}")
     single_kinds = (StrategyFamily.DATA, StrategyFamily.TENSOR, StrategyFamily.PIPELINE)
     illegal = [family for family in single_kinds if family not in best_by_family]
-    sentences = []
-    if phrases:
-        sentences.append(f"Alone, at its best micro batch and schedule, {joined(phrases)}.")
+    if sentences:
+        sentences.insert(0, "Each kind is used alone, at its best micro batch and schedule.")
     if illegal:
         devices = plan.request.cluster.devices
         sentences.append(

@@ -140,7 +140,7 @@ def _answer_megatron(
                 ratio = _time_ratio(candidate, winner)
                 return (
                     f"{text} The best strategy that only Megatron has, {candidate.strategy}, takes "
-                    f"{ratio:.2f} times as long."
+                    f"{ratio:.2f} times as long as {winner.strategy}."
                 )
         return text
     unsplit = [
@@ -154,8 +154,8 @@ def _answer_megatron(
     ratio = _time_ratio(best, winner)
     verdict = "Yes" if ratio >= _LEAST_GAIN else "Hardly"
     return (
-        f"{verdict}: the best strategy of other trainers, {best.strategy}, takes "
-        f"{ratio:.2f} times as long."
+        f"{verdict}: the best strategy that PyTorch and DeepSpeed have too, {best.strategy}, takes "
+        f"{ratio:.2f} times as long as {winner.strategy}."
     )
 
 
@@ -171,10 +171,16 @@ def _answer_zero_or_tensor(best_by_family: dict[StrategyFamily, Candidate]) -> s
         return f"Over all devices {missing} alone cannot be split evenly."
     if sharded.is_recommended != tensor.is_recommended:
         better, worse = (sharded, tensor) if sharded.is_recommended else (tensor, sharded)
-        return f"{better.strategy}: {worse.strategy} {_misfit_phrase(worse.fits)}."
+        return f"{_name_with_kind(better)}. {_name_with_kind(worse)} {_misfit_phrase(worse.fits)}."
     faster, slower = sorted((sharded, tensor), key=lambda candidate: candidate.seconds.total)
     ratio = _time_ratio(slower, faster)
-    return f"{faster.strategy}: {slower.strategy} takes {ratio:.2f} times as long."
+    return f"{_name_with_kind(faster)}. {_name_with_kind(slower)} takes {ratio:.2f} times as long."
+
+
+def _name_with_kind(candidate: Candidate) -> str:
+    """Return `ZeRO (dp8-zero3)` or `TP (sp8)`, for a candidate with one of the two kinds of parallelism alone."""
+    kind = "TP" if candidate.spec.parallelism.tensor > 1 else "ZeRO"
+    return f"{kind} ({candidate.strategy})"
 
 
 def _misfit_phrase(fits: bool) -> str:
@@ -193,30 +199,30 @@ def _describe_micro_batches(winner: Candidate) -> str:
         return f"{text} Without pipeline stages there is no bubble, so use as few as fit."
     bubble = winner.seconds.bubble / winner.seconds.total
     return (
-        f"{text} The pipeline bubble is {bubble:.0%} of the iteration; it halves with twice as many "
+        f"{text} The pipeline bubble is {bubble:.0%} of the iteration. It halves with twice as many "
         "micro batches."
     )
 
 
 def _describe_changes(plan: Plan, winner: Candidate) -> str:
-    """Return a sentence with the best strategy under other circumstances, such as half the memory.
+    """Return sentences with the best strategy under other circumstances, such as half the memory.
 
-    Circumstances that do not change the choice are listed at the end.
+    The last sentence lists the circumstances that do not change the choice.
     """
-    phrases, unchanged = [], []
+    sentences, unchanged = [], []
     for circumstance, request in _enumerate_variations(plan.request):
         ranked = search_configurations(request, kept=_NUM_RANKED).ranked
         if not ranked:
-            phrases.append(f"with {circumstance} nothing fits")
+            sentences.append(f"With {circumstance} nothing fits.")
             continue
         tied = [candidate for candidate in ranked if candidate.is_tied(ranked[0])]
         if any(_replica_split(candidate) == _replica_split(winner) for candidate in tied):
             unchanged.append(circumstance)
         else:
-            phrases.append(f"with {circumstance} use {ranked[0].strategy}")
+            sentences.append(f"With {circumstance} use {ranked[0].strategy}.")
     if unchanged:
-        phrases.append(f"the choice stays the same with {joined(unchanged)}")
-    return f"{_capitalise('; '.join(phrases))}."
+        sentences.append(f"The choice stays the same with {joined(unchanged)}.")
+    return " ".join(sentences)
 
 
 def _enumerate_variations(request: Request) -> Iterator[tuple[str, Request]]:

@@ -207,20 +207,20 @@ def single_micro_batch_sentence(candidates: Sequence[Candidate]) -> str:
 
 
 def _training_sentence(devices: int, days: float, scaled: Scaling | None) -> str:
-    """Return a sentence with the days of training.
+    """Return one or two sentences with the days of training.
 
-    If `scaled` is known, the sentence also compares the speed per device with the speed on the fewest devices that hold
-    the model.
+    If `scaled` is known, the second sentence compares the speed per device with the speed on the fewest devices that
+    hold the model.
     """
     if scaled is None:
         return f"Training takes {days:,.1f} days."
     if scaled.devices == devices:
         return (
-            f"Training takes {days:,.1f} days; fewer than {devices} devices do not hold the model."
+            f"Training takes {days:,.1f} days. Fewer than {devices} devices do not hold the model."
         )
     return (
-        f"Training takes {days:,.1f} days; each device is {100 * scaled.efficiency:.0f}% as fast as with "
-        f"{plural(scaled.devices, 'device')} ({scaled.strategy}), the fewest that hold the model."
+        f"Training takes {days:,.1f} days. Each device is {100 * scaled.efficiency:.0f}% as fast as on "
+        f"{plural(scaled.devices, 'device')} ({scaled.strategy}), the smallest number that holds the model."
     )
 
 

@@ -201,7 +201,7 @@ def test_time_without_near_measurements_has_no_interval() -> None:
 
 def test_published_runs_of_the_kit_are_the_nearest_measurements_of_their_model() -> None:
     uncertainty = estimate_uncertainty(spec("dp2", micro=32), on(2), OwnRuns())
-    assert "The nearest measurements are 0.77B on 2 H200 in fp16 (" in str(uncertainty)
+    assert "The nearest measurement is 0.77B on 2 H200 in fp16 (" in str(uncertainty)
     assert "published.yaml): 0.4372 s (predicted" in str(uncertainty)
 
 

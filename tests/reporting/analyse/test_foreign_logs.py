@@ -135,7 +135,9 @@ def test_logs_are_compared_with_those_of_their_model_only(tmp_path):
     assert compared == dict.fromkeys(("small-2.log", "small-3.log"), "small.log")
     # Sequences that differ are never taken to be equal.
     assert "small-3.log is within noise of small.log: 0.0% " in text
-    assert "silent.log, large.log are compared with no other log: none is of their model" in text
+    assert (
+        "silent.log, large.log are compared with no other log: no other log has their model" in text
+    )
 
 
 def test_what_is_missing_for_a_verdict_is_said(tmp_path):

@@ -68,8 +68,8 @@ def refuse_unsupported(spec: RunSpec) -> None:
         )
     if spec.fp8_recipe:
         problems.append(
-            "Products in fewer bits are Transformer Engine's, which the dry run computes without; leave "
-            "--fp8-format out here, and take 'make plan' for its closed form."
+            "Products of 8 and 4 bits need Transformer Engine, which the dry run does not have; leave --fp8-format "
+            "out, or use 'make plan', which computes these products in closed form."
         )
     if problems:
         raise DryRunError("\n".join(problems))

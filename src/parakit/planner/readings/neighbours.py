@@ -14,7 +14,7 @@ from typing import Any
 
 from parakit.config.run import RunSpec
 from parakit.costs import UnevenSplitError, total_parameters
-from parakit.formatting.units import duration, joined, plural
+from parakit.formatting.units import duration, plural
 from parakit.planner.readings.facts import model_facts, source_facts
 from parakit.planner.readings.intervals import TimeInterval, load_public_errors
 from parakit.planner.readings.local_readings import OwnRuns
@@ -103,9 +103,13 @@ class Uncertainty:
 
     @property
     def neighbours_sentence(self) -> str:
-        """Sentence with the two nearest published measurements and their errors; empty if none is near."""
-        nearest = joined([_describe_neighbour(item) for _, item in self.neighbours[:2]])
-        return f"The nearest measurements are {nearest}." if nearest else ""
+        """Sentences with the two nearest published measurements and their errors; empty if none is near."""
+        starts = ("The nearest measurement is", "The next one is")
+        sentences = [
+            f"{start} {_describe_neighbour(item)}."
+            for start, (_, item) in zip(starts, self.neighbours, strict=False)
+        ]
+        return " ".join(sentences)
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.summary, self.neighbours_sentence)))
@@ -128,13 +132,13 @@ class Uncertainty:
         )
 
     def _interval_sentence(self, similar: TimeInterval) -> str:
-        """Return a sentence with the intervals of the iteration time at 80% and at 95% probability."""
+        """Return sentences with the intervals of the iteration time at 80% and 95% probability, and their basis."""
         inside, largest = (
             " to ".join(map(duration, similar.seconds(self.seconds, level))) for level in _LEVELS
         )
         return (
-            f"Expect {inside} per iteration with 80% probability, or {largest} with 95%, by the errors of "
-            f"{similar.measurements:,} similar published measurements."
+            f"Expect {inside} per iteration with 80% probability, or {largest} with 95%. The ranges follow from "
+            f"the prediction errors of {similar.measurements:,} similar published measurements."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def _parity_notes(parity: Parity, run: Run) -> Iterator[str]:
     if parity.reason:
         yield f"loss not comparable: {parity.reason}"
     elif parity.verdict.startswith("broken") and not parity.repeats and run.device != "cpu":
-        yield "parity tolerance is the rounding alone: no repeat was run"
+        yield "parity tolerance is rounding alone: no repeat was run"
 
 
 def describe_disagreement(entry: Entry) -> str:

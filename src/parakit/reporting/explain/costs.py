@@ -35,6 +35,10 @@ _DOUBTFUL_FRACTION = 0.15
 _MICROBATCH_FACTORS = (2, 4)
 """Factors by which the sentence on more micro batches multiplies their number."""
 _MAX_PAYERS = 4
+COST_DEFINITION = (
+    "A cost is the time per iteration beyond baseline's time divided by the number of ranks."
+)
+"""Sentence that follows sentences on costs."""
 
 Costs = dict[str, float]
 """Seconds per iteration that each part takes beyond its fair time; negative if it takes less."""
@@ -70,25 +74,26 @@ def cost_sentences(subject: Subject, subjects: Sequence[Subject]) -> Iterator[st
 
 
 def answer_costs(subjects: Sequence[Subject]) -> str:
-    """Return at most two sentences on the largest cost of each strategy beyond its fair time.
+    """Return sentences on the largest cost of each strategy beyond its fair time.
 
-    The first sentence groups the strategies by the part of the iteration that costs most, such as gradient sync.
-    The second sentence counts the strategies without a cost above noise. If no strategy has a cost, a single
-    sentence says why.
+    There is one sentence for each part of the iteration that costs a strategy most, such as gradient sync. The last
+    sentence counts the strategies without a cost above noise. If no strategy has a cost, a single sentence says why.
     """
     costs_by_part: dict[str, list[str]] = {}
     largest = largest_costs(subjects)
     for subject in subjects:
         if subject.run.name in largest:
             amount, part = largest[subject.run.name]
-            costs_by_part.setdefault(part, []).append(f"{subject.label} {amount}")
+            costs_by_part.setdefault(part, []).append(f"{subject.label} ({amount})")
     if not costs_by_part:
         return (
             "No cost can be named: times are within noise, or a time record or baseline is missing."
         )
     parts = sorted(costs_by_part, key=lambda part: -len(costs_by_part[part]))
-    costs = [f"{_join_payers(costs_by_part[part])} for {part}" for part in parts]
-    text = f"Beyond baseline's work divided over their ranks they pay per iteration: {'; '.join(costs)}."
+    costs = [
+        f"The largest cost of {_join_payers(costs_by_part[part])} is {part}." for part in parts
+    ]
+    text = f"{' '.join(costs)} {COST_DEFINITION}"
     num_strategies = sum(subject.split != Parallelism() for subject in subjects)
     num_with_cost = sum(len(payers) for payers in costs_by_part.values())
     num_without_cost = num_strategies - num_with_cost

@@ -20,6 +20,7 @@ from parakit.reporting.analyse.statistics import (
     describe_ratio,
     describe_speed,
 )
+from parakit.reporting.explain.costs import COST_DEFINITION
 from parakit.reporting.render.sentences import (
     MAX_NAMED,
     group_compared_rows,
@@ -130,24 +131,26 @@ def _describe_fastest(members: Sequence[Entry], paid: Mapping[str, tuple[str, st
     for entry in compared:
         if entry.run.name in paid and entry is not best:
             cost, part = paid[entry.run.name]
-            payers_by_part.setdefault(part, []).append(f"{entry.label} {cost}")
+            payers_by_part.setdefault(part, []).append(f"{entry.label} ({cost})")
     if not payers_by_part:
         return text
     parts = sorted(payers_by_part, key=lambda part: -len(payers_by_part[part]))
     costs = [
-        f"{joined(payers_by_part[part][:MAX_NAMED])} for {part}" for part in parts[:_MAX_COSTS]
+        f"The largest cost of {joined(payers_by_part[part][:MAX_NAMED])} is {part}."
+        for part in parts[:_MAX_COSTS]
     ]
-    return f"{text} Beyond baseline's share of the work they pay: {'; '.join(costs)}."
+    return f"{text} {' '.join(costs)} {COST_DEFINITION}"
 
 
 def _describe_best(best: Entry, members: Sequence[Entry]) -> str:
-    """Return a sentence with the fastest row of a group, its time, and the rows within noise of it."""
-    near = _find_rows_within_noise(best, members)
-    tied = f", with {join_first_names(near)} within noise of it" if near else ""
+    """Return sentences with the fastest row of a group, its time, and the rows within noise of it."""
     text = (
-        f"{best.label} is the fastest of {len(members)} rows{_per_device_text(members)}{tied}:"
+        f"{best.label} is the fastest of {len(members)} rows{_per_device_text(members)}:"
         f" {number(best.time_ms)} ms per iteration, {_compare_with_reference(best, members[0])}."
     )
+    near = _find_rows_within_noise(best, members)
+    if near:
+        text += f" {join_first_names(near)} {'is' if len(near) == 1 else 'are'} within noise of {best.label}."
     if best.speed and best.speed.model_doubt:
         doubt = best.speed.model_doubt
         text += f" {doubt[0].upper()}{doubt[1:]}."
@@ -172,7 +175,10 @@ def _find_rows_within_noise(best: Entry, members: Sequence[Entry]) -> list[str]:
 
 
 def _describe_none_faster(members: Sequence[Entry]) -> str:
-    """Return a sentence that no row is faster than the reference, with the number of rows per verdict."""
+    """Return a sentence that no row is faster than the reference, with the number of rows per verdict.
+
+    A single row is named with its verdict.
+    """
     reference, compared = members[0], members[1:]
     outcomes = [entry.judged_time.outcome for entry in compared if entry.judged_time]
     counts = []
@@ -183,13 +189,15 @@ def _describe_none_faster(members: Sequence[Entry]) -> str:
     if outcomes.count(TimeVerdict.NOISE) == len(compared):
         result = "all within noise"
     per_device = _per_device_text(members)
-    if len(compared) == 1:
-        subject = f"The other row is not faster{per_device}"
-    else:
-        subject = (
-            f"None of the {len(compared)} other rows whose speed is compared is faster{per_device}"
-        )
-    return f"{subject} than {reference.label} ({number(reference.time_ms)} ms per iteration): {result}."
+    than_reference = f"than {reference.label} ({number(reference.time_ms)} ms per iteration)"
+    if outcomes == [TimeVerdict.SLOWER]:
+        return f"{compared[0].label} is slower{per_device} {than_reference}."
+    if len(outcomes) == 1:
+        return f"{compared[0].label} is not shown to be faster{per_device} {than_reference}: {outcomes[0]}."
+    return (
+        f"None of the {len(compared)} other rows whose speed is compared is faster{per_device} "
+        f"{than_reference}: {result}."
+    )
 
 
 def _per_device_text(members: Sequence[Entry]) -> str:

@@ -233,7 +233,7 @@ def _power_sentences(report: Report) -> list[str]:
     if sizes:
         texts.append(
             f"All verdicts of {joined(sizes)} comparisons with one reference are right together with"
-            " 95% probability (Holm); an interval holds for its pair alone."
+            " 95% probability (Holm's method). An interval has 95% probability for its own pair of rows alone."
         )
     scatters = [e.scatter for e in estimates if e.degrees_of_freedom is None]
     for scatter in dict.fromkeys(scatters):
@@ -243,8 +243,8 @@ def _power_sentences(report: Report) -> list[str]:
         texts.append(
             f"One or two runs cannot show how much runs scatter, so {scatter.assumed:.1%} is assumed"
             f" ({scatter.source}). With one run each, a difference below {with_one_run:.1%} cannot be"
-            f" seen; with three runs each that scatter by {scatter.typical:.1%}, one below"
-            f" {with_three_runs:.1%}."
+            f" seen. With three runs each that scatter by {scatter.typical:.1%}, a difference below"
+            f" {with_three_runs:.1%} cannot be seen."
         )
     return texts
 
@@ -365,8 +365,8 @@ def _uncompared_sentences(report: Report) -> list[str]:
     verb, whose = ("is", "its") if len(uncompared) == 1 else ("are", "their")
     names = join_first_names([entry.label for entry in uncompared])
     return [
-        f"{names} {verb} compared with no other log: none is of {whose} model"
-        " (and device, if the logs name one; of equal batch, if they name no model)."
+        f"{names} {verb} compared with no other log: no other log has {whose} model and device"
+        " (or an equal batch, if the logs name no model)."
     ]
 
 
@@ -597,9 +597,9 @@ def held_parity_sentence(report: Report) -> str:
     difference = "no printed loss differs"
     if units:
         difference += f" by more than {plural(units, 'unit')} of its last digit"
-    basis = "the rounding alone"
+    basis = "rounding alone"
     if all(entry.run.is_foreign for entry in held):
-        basis = f"{LOGS_AGREE:g} of a loss between logs"
+        basis = f"{LOGS_AGREE:g} of the loss"
     elif any(entry.parity.repeats for entry in held):
         basis = "the spread of repeats and the rounding"
     verb = "train" if len(held) > 1 else "trains"
