@@ -256,33 +256,57 @@ def _unpack_streams(raw: IO[bytes], start: Callable[[], Any]) -> Iterator[bytes]
 def _number_lines(chunks: Iterable[bytes]) -> Iterator[LogPiece]:
     """Yield the bytes of a log as pieces of complete lines, with the numbers of the lines.
 
-    The last line is a separate piece with `whole` False, and so is each part of a line that is longer than
-    MAX_LINE.
+    What follows the last newline is a piece with `whole` False, which may be empty. A line that is longer than MAX_LINE
+    comes in parts, each a piece with `whole` False. Parts beyond _MAX_LONG_LINE bytes since the line's last carriage
+    return are dropped, so that a line of gigabytes takes no memory.
     """
-    unfinished, inside_line, number, length = b"", False, 1, 0
+    number = 1
+    unfinished = b""  # The begin of a line, whose end is in a later chunk.
+    is_inside_long_line = False
+    long_line_bytes = 0
     for chunk in chunks:
         data = unfinished + chunk
-        if inside_line:
-            end = data.find(b"\n") + 1 or len(data)
-            # A carriage return ends a line, too.
-            length = end - data.rfind(b"\r", 0, end) if b"\r" in data[:end] else length + end
-            if length <= _MAX_LONG_LINE:
-                yield LogPiece(data[:end], (number,), whole=False)
-            elif data.endswith(b"\n", 0, end):
+        if is_inside_long_line:
+            first_newline = data.find(b"\n")
+            end = len(data) if first_newline < 0 else first_newline + 1
+            part, data = data[:end], data[end:]
+            long_line_bytes = _count_bytes_since_return(part, long_line_bytes)
+            is_inside_long_line = not part.endswith(b"\n")
+            if long_line_bytes <= _MAX_LONG_LINE:
+                yield LogPiece(part, (number,), whole=False)
+            elif not is_inside_long_line:
+                # The text is dropped, but the line ends here.
                 yield LogPiece(b"\n", (number,), whole=False)
-            inside_line = not data.endswith(b"\n", 0, end)
-            data, number = data[end:], number + (not inside_line)
-        stop = data.rfind(b"\n") + 1
-        if stop:
+            if not is_inside_long_line:
+                number += 1
+        end = data.rfind(b"\n") + 1
+        if end:
             numbers = range(number, number + data.count(b"\n"))
-            yield LogPiece(data[:stop], numbers)
+            yield LogPiece(data[:end], numbers)
             number = numbers.stop
-        unfinished = data[stop:]
+        unfinished = data[end:]
         if len(unfinished) > MAX_LINE:
             yield LogPiece(unfinished, (number,), whole=False)
-            length = len(unfinished)
-            unfinished, inside_line = b"", True
+            long_line_bytes = len(unfinished)
+            unfinished, is_inside_long_line = b"", True
     yield LogPiece(unfinished, (number,), whole=False)
+
+
+def _count_bytes_since_return(part: bytes, bytes_before: int) -> int:
+    """Return the bytes of a long line up to the end of a part, counted from the last carriage return in the line.
+
+    A carriage return begins a new line on the screen, as a progress bar does. One that is a part of the newline
+    (`\\r\\n`) does not count.
+
+    Args:
+        part: The part, which may end with the newline.
+        bytes_before: The bytes before the part, counted in the same way.
+    """
+    text = part.removesuffix(b"\r\n")
+    position = text.rfind(b"\r")
+    if position < 0:
+        return bytes_before + len(part)
+    return len(part) - position
 
 
 def _unfold(pieces: Iterable[LogPiece], fold: Fold) -> Iterator[LogPiece]:

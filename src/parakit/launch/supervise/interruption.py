@@ -103,8 +103,9 @@ def end_processes(
                 process.send_signal(number)
         return running
 
+    seconds = GRACE_SECONDS if grace_seconds is None else grace_seconds
     for number in (signal.SIGTERM, signal.SIGKILL):
-        deadline = time.monotonic() + (grace_seconds or GRACE_SECONDS)
+        deadline = time.monotonic() + seconds
         running = send_signal(number)
         while running and time.monotonic() < deadline:
             time.sleep(0.05)
