@@ -296,10 +296,11 @@ class RoundingProbe:
             self._keep_largest(tensor_key, math.hypot(*change_norms) / norm_before)
 
     def write_piece(self, stage: CaptureStage, slot: str, piece: Piece) -> None:
-        """Compare this rank's part of a parameter, or of a tensor with the parameter's shape.
+        """Compare a piece with the stored tensor of the first run, and keep the relative change.
 
-        The weight's update follows the gradient's running average (`exp_avg`). So the largest relative change of a
-        row of this average is also kept as the change of the update.
+        A piece is this rank's part of a parameter, or of a tensor with the parameter's shape. The update of a weight
+        follows the running average of its gradient (`exp_avg`). For this average, the largest relative change of a
+        row is therefore also kept, as the change of the update.
         """
         tensor_key = TensorKey(stage, piece.name, slot)
         self.write(tensor_key, piece.values)

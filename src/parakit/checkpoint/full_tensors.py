@@ -411,7 +411,7 @@ def _split_piece(
     """Yield the pieces of the full tensor that a rank's shard consists of: one, or two for a gated MLP.
 
     Args:
-        piece: The shard as if it were the full tensor.
+        piece: The shard, placed at the begin of a full tensor of the shape of the shard.
         described: The shard as its file stores it.
         axis: The dimension along which TP splits the tensor.
         rank: The TP rank.

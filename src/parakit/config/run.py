@@ -515,7 +515,7 @@ class RunSpec:
         """True if the first and the last of several stages both hold the embedding and add up its
         gradients.
 
-        Both stages hold a tied embedding. With multi-token prediction they hold any embedding
+        Both stages hold the embedding if it is tied. With multi-token prediction they also hold an untied one
         (`setup_embeddings_and_output_layer`). With one stage the value is False.
         """
         shared = self.trained_shape.tied_embeddings or bool(self.shape.mtp_layers)

@@ -128,7 +128,8 @@ def predict_methods(
 ) -> tuple[PredictedMethod, ...]:
     """Return a prediction per link, number of nodes and method, in this order.
 
-    The pipeline with a stage per node is left out on two nodes, where it is the pipeline of two stages.
+    The pipeline with a stage per node is predicted from three nodes on. With fewer nodes it has one stage, or is the
+    pipeline of two stages, which is predicted anyway.
 
     Raises:
         RequestError: There is no such dtype.

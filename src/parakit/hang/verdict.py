@@ -472,12 +472,13 @@ def _judge_completed_calls(evidence: HangEvidence) -> HangVerdict:
 def _judge_roots(waits: Waits, roots: Sequence[int]) -> HangVerdict:
     """Return the verdict on roots: the ranks that other ranks wait for.
 
-    Roots with evidence are the culprits, and roots without evidence are then suspects. If a root with evidence
-    may itself wait in an unrecorded call, all roots are suspects (or the verdict is on pipeline communication, if
-    all roots are in it).
+    The cases are tried in this order:
 
-    If no root left evidence, a single root is the culprit, and several roots are suspects. A single root is also
-    only a suspect if nothing but a log shows that others wait for it, because its own lines may be missing.
+    1. No root left evidence. A single root is the culprit, and several roots are suspects. A single root is only a
+       suspect if nothing but a log shows that others wait for it, because its own lines may be missing.
+    2. A root with evidence may itself wait in a call that was not recorded. Then all roots are suspects. If all roots
+       are in pipeline communication, the verdict is about that communication.
+    3. Else the roots with evidence are the culprits, and the other roots are suspects.
     """
     ranks = sorted(set(roots))
     known_ranks = [rank for rank in ranks if waits.evidence.get_rank(rank).is_known]

@@ -332,7 +332,10 @@ def _choose_initial_checkpoint(job: Job, model: Model, entry: MegatronEntry) -> 
 
 
 def _batch_flags(model: Model, parallelism: Parallelism, options: Options) -> tuple[str, ...]:
-    """Return the flags of batch sizes, dropout and seed. Batch sizes that are not set are scaled as published."""
+    """Return the flags of batch sizes, dropout and seed.
+
+    Batch sizes that the options do not set are those of the model, scaled by `scale_batch` as in the published runs.
+    """
     scaled_batch = scale_batch(model.batch, parallelism)
     return format_flags(
         {

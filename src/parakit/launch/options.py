@@ -203,7 +203,7 @@ def _collect_values_of_groups(options: Options) -> dict[Setting, object]:
     """Return the values of make variables that have no field of their own in `Options`.
 
     They are the variables of saving, W&B and several nodes, and the variables that `Options` stores in another
-    form. A variable that has its default is missing from the result, or its value is None or empty.
+    form. The result may leave out a variable that has its default, or have None or an empty value for it.
     """
     saving, wandb, nodes = options.saving, options.wandb, options.nodes
     bits = options.link_bits_per_second

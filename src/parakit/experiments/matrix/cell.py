@@ -74,7 +74,10 @@ class MatrixCell:
 
     @property
     def flags(self) -> tuple[str, ...]:
-        """Megatron's flags for strategy and reference."""
+        """Megatron's flags that strategy and reference have in common.
+
+        They are those of the family, of its default levels, of the layout, of the chosen levels, and `more`.
+        """
         changed_features = {level.factor for level in self.levels}
         # A default level may have flags too, which count unless another level replaces the default.
         default_flags: list[str] = []

@@ -134,7 +134,7 @@ class PredictionErrors:
         return TimeInterval(len(near), _compute_intervals(near)) if near else None
 
     def to_csv(self) -> str:
-        """Return the text of `errors.csv`. A line has all errors of one source for runs with the same features."""
+        """Return the text of `errors.csv`: one line per source and kind of run, with the errors of all its runs."""
         lines = []
         for features, errors in self._errors.items():
             values_by_source = defaultdict[str, list[float]](list)
