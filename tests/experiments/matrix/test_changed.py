@@ -205,13 +205,16 @@ def test_page_has_a_row_per_change_and_says_what_is_missing(tmp_path: Path) -> N
         CellChange("a", "dense", "tp2", ("norm/rms",), ChangeStatus.CHANGED, sentences),
         CellChange("b", "dense", "dp2", (), ChangeStatus.SAME, worst_ratio=0.0),
         CellChange("c", "moe", "ep2", (), ChangeStatus.RUNS_IN_NEITHER, reason="no CUDA"),
+        CellChange(
+            "d", "dense", "cp2", (), ChangeStatus.CHANGED, {Aspect.LOSSES: sentences[Aspect.LOSSES]}
+        ),
     ]
-    text = write_changes_page(tmp_path, OLD, NEW, changes, 5).read_text()
-    assert "1 of 3 compared cells" in text
-    assert "1 same, 1 changed, 1 in neither version" in text
+    text = write_changes_page(tmp_path, OLD, NEW, changes, 6).read_text()
+    assert "2 of 4 compared cells" in text
+    assert "1 same, 2 changed, 1 in neither version" in text
     assert "2 further cells are not compared yet" in text
-    assert "| tp2 dense, norm/rms | losses | 1 instead of 2 in iteration 1 |" in text
-    assert "| tp2 dense, norm/rms | tensors | first wrong \\| x |" in text
+    assert "| losses | 1 instead of 2 in iteration 1 | tp2 dense, norm/rms; cp2 dense |" in text
+    assert "| tensors | first wrong \\| x | tp2 dense, norm/rms |" in text
     assert "| ep2 moe | no CUDA |" in text
 
 

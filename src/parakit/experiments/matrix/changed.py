@@ -25,6 +25,7 @@ from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.experiments.matrix.cell import MatrixCell, affects_cell
 from parakit.experiments.matrix.cell_change import (
+    Aspect,
     CellChange,
     CellComparer,
     ChangeStatus,
@@ -280,6 +281,20 @@ def count_statuses(changes: Iterable[CellChange]) -> str:
     return ", ".join(f"{count} {status}" for status, count in counts if count)
 
 
+def group_equal_changes(changes: Iterable[CellChange]) -> list[tuple[str, str, str]]:
+    """Return a row per distinct change: what changed, the sentence, and the cells in which it is the same.
+
+    Rows are in the order of `Aspect`, and those with most cells come first.
+    """
+    cells_by_sentence: dict[tuple[Aspect, str], list[str]] = {}
+    for change in changes:
+        for aspect, sentence in change.sentences.items():
+            cells_by_sentence.setdefault((aspect, sentence), []).append(change.name)
+    order = list(Aspect)
+    rows = sorted(cells_by_sentence.items(), key=lambda row: (order.index(row[0][0]), -len(row[1])))
+    return [(str(aspect), sentence, "; ".join(cells)) for (aspect, sentence), cells in rows]
+
+
 def write_changes_page(
     folder: Path,
     old: ComparedVersion,
@@ -296,12 +311,9 @@ def write_changes_page(
         changes: The compared cells.
         num_cells: Number of requested cells, compared or not.
     """
-    lines: list[tuple[str, str, str]] = []
     runs_in_neither: list[tuple[str, str]] = []
     not_compared: list[tuple[str, str]] = []
     for change in changes:
-        for aspect, sentence in change.sentences.items():
-            lines.append((change.name, str(aspect), sentence))
         if change.status is ChangeStatus.RUNS_IN_NEITHER:
             runs_in_neither.append((change.name, change.reason))
         elif change.reason:
@@ -314,7 +326,7 @@ def write_changes_page(
         num_changed=sum(change.status is ChangeStatus.CHANGED for change in changes),
         num_cells=num_cells,
         counts=count_statuses(changes),
-        lines=lines,
+        lines=group_equal_changes(changes),
         findings=_list_cells_by_finding(changes),
         neither=runs_in_neither,
         not_compared=not_compared,
