@@ -75,7 +75,7 @@ def test_a_dry_run_says_that_the_data_make_another_model(
 ) -> None:
     assert dry_run("train-dp2-llama3-8b-2gpu", data=None) == 2
     sentences = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
-    assert ": 7,391," in sentences[0]
+    assert " 7,391," in sentences[0]
 
 
 def test_a_flag_that_the_kit_does_not_know_is_named_and_not_refused(

@@ -44,7 +44,7 @@ def test_a_small_model_is_advised_that_one_device_is_enough(make_request: MakeRe
     )
     assert "The bottleneck is arithmetic" in sentences[-3]
     assert "One device is enough" in sentences[-2]
-    assert "(vpp2x18), context parallelism takes" in sentences[-1]
+    assert "(vpp2x18). Context parallelism takes" in sentences[-1]
 
 
 def test_a_large_model_is_advised_to_combine(make_request: MakeRequest) -> None:

@@ -160,7 +160,7 @@ def test_disk_is_measured_and_unchanged(tmp_path: Path) -> None:
 
 def test_readme_setup_and_doctor_state_the_same_disk_space() -> None:
     readme = re.search(
-        r"(\d+) GB of disk \(([\d.]+) GB of packages", (ROOT / "README.md").read_text()
+        r"(\d+) GB of disk \(([\d.]+) GB of it for packages", (ROOT / "README.md").read_text()
     )
     setup = re.search(r"([\d.]+) GB on the disk", (ROOT / "tools/setup.sh").read_text())
     assert readme is not None

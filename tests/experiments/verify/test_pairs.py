@@ -381,7 +381,7 @@ def test_replaced_vocabulary_is_reported_before_training(
     with pytest.raises(LaunchError, match="far enough"):
         run_verification(pair, Console(file=text), tmp_path / "v")
     first = text.getvalue().splitlines()[0]
-    assert "vocabulary of 50,257 is trained and not the model's own 4,096" in first
+    assert "trained vocabulary is 50,257 instead of 4,096" in first
 
 
 def test_first_iteration_with_wrong_weights_is_searched(composed: Composer, tmp_path: Path) -> None:

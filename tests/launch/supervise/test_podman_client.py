@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -72,11 +72,13 @@ def read_process(folder: Path, name: str) -> psutil.Process:
 
 def find_client() -> psutil.Process:
     """Return the process of `podman run`."""
-    (client,) = (
-        process
-        for process in psutil.Process().children(recursive=True)
-        if process.cmdline()[2:3] == ["run"]
-    )
+    clients = []
+    for process in psutil.Process().children(recursive=True):
+        # A program that the stand-in has run may end meanwhile.
+        with suppress(psutil.NoSuchProcess):
+            if process.cmdline()[2:3] == ["run"]:
+                clients.append(process)
+    (client,) = clients
     return client
 
 
