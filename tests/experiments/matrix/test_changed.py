@@ -12,6 +12,7 @@ import pytest
 from packaging.version import Version
 from rich.console import Console
 
+from parakit.artifacts.capture import CaptureStage
 from parakit.artifacts.measurements import (
     CallSummary,
     CommunicationRecord,
@@ -20,6 +21,7 @@ from parakit.artifacts.measurements import (
     RankMemory,
 )
 from parakit.artifacts.run import MegatronEntry
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
 from parakit.costs import Operation, Phase
 from parakit.experiments.matrix.cell import MatrixCell
@@ -39,6 +41,7 @@ from parakit.experiments.matrix.cell_change import (
     compare_memory,
     compare_parameters,
     describe_printed_difference,
+    is_same_fault,
 )
 from parakit.experiments.matrix.changed import (
     ComparedVersion,
@@ -82,6 +85,15 @@ def test_another_printed_value_is_told_without_calling_it_wrong() -> None:
     assert describe_printed_difference(logged) == (
         "the log prints z_loss 4.3565E+00 at iteration 1, the older version's log 4.3557E+00"
     )
+
+
+def test_a_fault_of_both_versions_is_the_same_only_with_the_same_tensor_and_kind() -> None:
+    fault = VerifyVerdict(
+        VerifyOutcome.DIFFERS, stage=CaptureStage.WEIGHTS, module="a.weight", kind="as initialised"
+    )
+    assert is_same_fault(fault, replace(fault, iteration=3))
+    assert not is_same_fault(fault, replace(fault, kind="other"))
+    assert not is_same_fault(fault, VerifyVerdict(VerifyOutcome.HELD))
 
 
 def test_equal_runs_give_no_sentence() -> None:

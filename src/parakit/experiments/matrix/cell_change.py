@@ -272,11 +272,18 @@ class CellComparer:
             reason = "tensors not compared: Megatron-FSDP cannot be a reference"
             return _add_sentences(replace(change, reason=reason), sentences)
         verification = replace(old_verification, strategy=new_strategy)
-        verdict = self._judge_tensors(verification, scratch)
+        verdict = self._judge_tensors(verification, self.new, scratch)
         if verdict.stage is CaptureStage.LOG:
             sentences.setdefault(Aspect.LOSSES, describe_printed_difference(verdict.logged or ""))
         elif verdict.verdict is VerifyOutcome.DIFFERS:
-            sentences[Aspect.TENSORS] = verdict.sentence
+            # Some faults need no reference, such as two parameters with equal initial values. They are no change if
+            # the older version has them, too.
+            (scratch / "repeated").mkdir()
+            old_verdict = self._judge_tensors(old_verification, self.old, scratch / "repeated")
+            if is_same_fault(verdict, old_verdict):
+                change = replace(change, reason=f"in both versions: {verdict.sentence}")
+            else:
+                sentences[Aspect.TENSORS] = verdict.sentence
         elif verdict.verdict is VerifyOutcome.NOT_COMPARABLE:
             change = replace(change, reason=verdict.sentence)
         return _add_sentences(replace(change, worst_ratio=verdict.worst_ratio), sentences)
@@ -290,16 +297,19 @@ class CellComparer:
             return None, str(error)
         return verification, ""
 
-    def _judge_tensors(self, verification: Verification, scratch: Path) -> VerifyVerdict:
-        """Return the verdict on the tensors of the newer version, with those of the older one as the reference.
+    def _judge_tensors(
+        self, verification: Verification, strategy_runner: VersionRunner, scratch: Path
+    ) -> VerifyVerdict:
+        """Return the verdict on the tensors of a cell in one version, with those of the older one as the reference.
 
         Args:
-            verification: Its reference is the cell in the older version, and its strategy the cell in the newer one.
+            verification: Its reference is the cell in the older version.
+            strategy_runner: The version that trains the strategy of the verification.
             scratch: Folder for tensors and logs.
         """
 
         def train(part: str, launch: Launch) -> str:
-            runner = self.old if part.startswith("reference") else self.new
+            runner = self.old if part.startswith("reference") else strategy_runner
             log = scratch / f"{part}.txt"
             failure = runner.ranks.run(launch, log)
             keep_log(log, scratch / part)
@@ -332,6 +342,12 @@ def _add_sentences(change: CellChange, sentences: Mapping[Aspect, str]) -> CellC
     ordered = {aspect: sentences[aspect] for aspect in Aspect if aspect in sentences}
     status = ChangeStatus.CHANGED if ordered else ChangeStatus.SAME
     return replace(change, status=status, sentences=ordered)
+
+
+def is_same_fault(verdict: VerifyVerdict, other: VerifyVerdict) -> bool:
+    """Return True if two verdicts name the same wrong tensor with the same kind of error."""
+    fault = (verdict.stage, verdict.module, verdict.tensor, verdict.kind)
+    return fault == (other.stage, other.module, other.tensor, other.kind)
 
 
 def describe_printed_difference(logged: str) -> str:
