@@ -152,12 +152,6 @@ class WatchdogLog:
     is_rank_uncertain: bool = False
     """True if a line numbers its rank within a group that the line does not name."""
 
-    @property
-    def is_empty(self) -> bool:
-        """True if the log has no line that was read."""
-        has_reports = self.timeouts or self.progress or self.absent or self.compared or self.stuck
-        return not (has_reports or self.begun or self.differing)
-
 
 def read_watchdog(lines: Iterable[str], rank_of_file: int | None = None) -> WatchdogLog:
     """Return what a log of torch 1.12 or later reports about calls that timed out, do not fit, or were never entered.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,23 @@ def _parse_stated_product(text: str, dtype: str) -> _StatedProduct:
     return _StatedProduct((match["dtype"] or dtype).lower(), rows, columns, inner, rate)
 
 
+def bisect_threshold(is_reached: Callable[[float], bool], limit: float) -> tuple[float, float]:
+    """Return the two ends of the small interval in which a condition begins to hold, found by bisection.
+
+    Args:
+        is_reached: Function that is False below some value and True above it.
+        limit: Upper end of the search, which begins at 0. The upper end stays there if the condition never holds.
+    """
+    low, high = 0.0, limit
+    for _ in range(_BISECTION_STEPS):
+        middle = (low + high) / 2
+        if is_reached(middle):
+            high = middle
+        else:
+            low = middle
+    return low, high
+
+
 def _solve_peak_fraction(name: str, cluster: Cluster, dtype: str, product: _StatedProduct) -> float:
     """Find by bisection the value of a calibration constant with which a matrix product gets its stated rate.
 
@@ -167,17 +185,15 @@ def _solve_peak_fraction(name: str, cluster: Cluster, dtype: str, product: _Stat
     rows, columns, inner, rate = product.rows, product.columns, product.inner, product.rate
     stated_seconds = 2 * rows * columns * inner / rate
     recipe = Fp8Recipe.TENSORWISE if name == "matmul_fp8" else Fp8Recipe.NONE
-    low, high = 0.0, 1.0
-    for _ in range(_BISECTION_STEPS):
-        middle = (low + high) / 2
-        constant: dict[str, Any] = {name: middle}
+
+    def is_fast_enough(fraction: float) -> bool:
+        constant: dict[str, Any] = {name: fraction}
         tried_cluster = replace(cluster, calibration=replace(cluster.calibration, **constant))
         rates = compute_device_rates(tried_cluster, dtype, recipe)
         seconds = product_seconds(rows, inner, columns, 2, rates, quantized=bool(recipe))
-        if seconds < stated_seconds:
-            high = middle
-        else:
-            low = middle
+        return seconds < stated_seconds
+
+    low, high = bisect_threshold(is_fast_enough, 1.0)
     if low > 0.999:
         raise RequestError(
             f"CALIBRATE states {rate / 1e12:,.0f} TFLOP/s, which {cluster.device.name} cannot reach on "

@@ -12,7 +12,7 @@ from dataclasses import replace
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.run import RunSpec
 from parakit.formatting.units import ms
-from parakit.planner.calibration import calibrate_from_text, load_calibration
+from parakit.planner.calibration import bisect_threshold, calibrate_from_text, load_calibration
 from parakit.planner.one_strategy import apply_what_if, time_strategy
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.readings.reading_to_spec import MeasuredRun, convert_measurement
@@ -27,7 +27,6 @@ _STEP = re.compile(
     r"\s*(?P<time>\d+\.?\d*)\s*(?P<unit>ms|s)\s+on\s+(?P<run>\S.*?)\s*", re.IGNORECASE | re.DOTALL
 )
 _MOST_LAYER_SECONDS = 0.05
-_BISECTION_STEPS = 40
 
 
 def resolve_measured_step(options: PlanOptions) -> PlanOptions:
@@ -142,13 +141,9 @@ def solve_layer_seconds(spec: RunSpec, cluster: Cluster, seconds: float) -> floa
             "rates; state the rate of a product too, or a step with a smaller micro batch."
         )
 
-    low, high = 0.0, _MOST_LAYER_SECONDS
-    for _ in range(_BISECTION_STEPS):
-        middle = (low + high) / 2
-        if predict(middle).total < seconds:
-            low = middle
-        else:
-            high = middle
+    _, high = bisect_threshold(
+        lambda layer_seconds: predict(layer_seconds).total >= seconds, _MOST_LAYER_SECONDS
+    )
     with_solution = predict(high)
     outside = iteration_host_seconds(spec, cluster_with(high), with_solution.optimizer)
     if with_solution.host_launches <= outside * (1 + 1e-9) or high > 0.99 * _MOST_LAYER_SECONDS:

@@ -139,16 +139,14 @@ def _find_wrong_update(tensor: ComparedTensor, limit: float) -> Iterator[ErrorKi
 
 def _find_zeros(tensor: ComparedTensor) -> Iterator[ErrorKind]:
     """Yield a kind if all wrong elements are zero: the tensor, or a part of it, was never computed or was lost."""
-    ours, reference = _flatten(tensor.ours), _flatten(tensor.reference)
-    if ours.size == 1 or not reference.any():
+    if tensor.ours.size == 1 or not tensor.reference.any():
         return
-    if not ours.any():
+    if not tensor.ours.any():
         yield ErrorKind("zero", 0.0)
         return
-    errors = np.abs(ours - reference)
-    is_wrong = errors > _SIGNIFICANT_ERROR * errors.max(initial=0.0)
+    is_wrong = _find_wrong_elements(tensor)
     # A dropout mask of another random state also puts zeros, but then other elements are wrong, too.
-    if is_wrong.any() and not ours[is_wrong].any():
+    if is_wrong.any() and not tensor.ours[is_wrong].any():
         yield ErrorKind(f"zero in {is_wrong.sum()} of {is_wrong.size} elements")
 
 
@@ -416,13 +414,18 @@ def _find_mixed_tensors(
 
 def _is_error_explained_by(tensor: ComparedTensor, similar: Array) -> bool:
     """Return True if the wrong elements of a tensor are equal to the same elements of `similar`."""
-    errors = np.abs(np.subtract(tensor.ours, tensor.reference, dtype=np.float64))
-    is_wrong = errors > _SIGNIFICANT_ERROR * errors.max(initial=0.0)
+    is_wrong = _find_wrong_elements(tensor)
     if not is_wrong.any():
         return False
     ours = tensor.ours[is_wrong]
     error = relative_error(ours, tensor.reference[is_wrong])
     return relative_error(ours, similar[is_wrong]) < _UNEXPLAINED_FRACTION * error
+
+
+def _find_wrong_elements(tensor: ComparedTensor) -> Array:
+    """Return a mask of the elements whose error is significant beside the largest one."""
+    errors = np.abs(np.subtract(tensor.ours, tensor.reference, dtype=np.float64))
+    return np.asarray(errors > _SIGNIFICANT_ERROR * errors.max(initial=0.0))
 
 
 def _find_moved_rows(tensor: ComparedTensor) -> Iterator[ErrorKind]:

@@ -6,7 +6,6 @@ captures the tensors of one iteration, which are compared as in any verification
 
 from __future__ import annotations
 
-import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,8 +27,9 @@ from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.strategy import parse_strategy
 from parakit.experiments.matrix.cell import MatrixCell
-from parakit.experiments.verify.command import keep_log, train_and_judge
+from parakit.experiments.verify.command import train_and_judge
 from parakit.experiments.verify.pairs import Verification, compose_pair, share_initial_weights
+from parakit.experiments.verify.reasons import shorten_reason, strip_paths_and_numbers
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.formatting.units import amount, plural
 from parakit.launch import Launch, Options
@@ -41,9 +41,6 @@ SHOWN_CALLS = 3
 """Most kinds of calls that a sentence names."""
 SMALLEST_MEMORY_CHANGE = 0.01
 """Fraction of a peak below which its change is not reported: a few temporary scalars are no change of memory."""
-_PATHS_AND_NUMBERS = re.compile(r"\S*/\S*|\d+")
-"""Parts of an error message that differ between two runs that fail for the same reason."""
-_LOG_PATH = re.compile(r" The log is \S+$")
 _MAX_REASON_LENGTH = 300
 
 
@@ -310,10 +307,7 @@ class CellComparer:
 
         def train(part: str, launch: Launch) -> str:
             runner = self.old if part.startswith("reference") else strategy_runner
-            log = scratch / f"{part}.txt"
-            failure = runner.ranks.run(launch, log)
-            keep_log(log, scratch / part)
-            return failure
+            return runner.ranks.capture(launch, scratch / f"{part}.txt", scratch / part)
 
         return train_and_judge(verification, scratch, train).verdict
 
@@ -327,13 +321,13 @@ class CellComparer:
         if old_failure and new_failure:
             if strip_paths_and_numbers(old_failure) == strip_paths_and_numbers(new_failure):
                 status = ChangeStatus.RUNS_IN_NEITHER
-                return replace(change, status=status, reason=shorten_reason(new_failure))
-            reasons = f"{shorten_reason(old_failure)}, and now: {shorten_reason(new_failure)}"
+                return replace(change, status=status, reason=_shorten(new_failure))
+            reasons = f"{_shorten(old_failure)}, and now: {_shorten(new_failure)}"
             sentences[Aspect.RUN] = f"fails for another reason; before: {reasons}"
         elif new_failure:
-            sentences[Aspect.RUN] = f"fails in the newer version: {shorten_reason(new_failure)}"
+            sentences[Aspect.RUN] = f"fails in the newer version: {_shorten(new_failure)}"
         else:
-            sentences[Aspect.RUN] = f"failed in the older version: {shorten_reason(old_failure)}"
+            sentences[Aspect.RUN] = f"failed in the older version: {_shorten(old_failure)}"
         return _add_sentences(change, sentences)
 
 
@@ -440,11 +434,6 @@ def compare_memory(old: Sequence[RankMemory], new: Sequence[RankMemory]) -> str:
     return f"peak of rank {rank} {peaks} ({', '.join(categories)})"
 
 
-def strip_paths_and_numbers(reason: str) -> str:
-    """Return a reason without paths and numbers, which differ between two runs that fail for the same reason."""
-    return _PATHS_AND_NUMBERS.sub("", reason)
-
-
-def shorten_reason(reason: str) -> str:
-    """Return a reason without the name of its log, which is removed; at most _MAX_REASON_LENGTH characters."""
-    return _LOG_PATH.sub("", reason)[:_MAX_REASON_LENGTH]
+def _shorten(failure: str) -> str:
+    """Return a failure as a result stores it."""
+    return shorten_reason(failure, _MAX_REASON_LENGTH)

@@ -18,7 +18,6 @@ from pathlib import Path
 from packaging.version import Version
 from rich.console import Console
 
-from megatron_patches.context import run_git
 from parakit.artifacts.io import write_atomically, write_record
 from parakit.artifacts.run import MegatronEntry
 from parakit.config.errors import LaunchError
@@ -41,7 +40,7 @@ from parakit.experiments.matrix.commands import (
 from parakit.experiments.matrix.definition import Matrix, load_matrix
 from parakit.experiments.matrix.outcome import read_json_files
 from parakit.experiments.matrix.touched import list_component_cells
-from parakit.experiments.verify.bisect import make_worktree
+from parakit.experiments.verify.bisect import find_commit, make_worktree
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.formatting.html import environment
 from parakit.formatting.table import markdown_rows
@@ -109,9 +108,7 @@ def open_version(
             "set MEGATRON_LM= to a clone of Megatron-LM that has it."
         )
     revision = f"{TAG_PREFIX}{name}" if _RELEASE.fullmatch(name) else name
-    commit = run_git(
-        megatron_lm, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"
-    ).strip()
+    commit = find_commit(megatron_lm, revision)
     if not commit:
         raise LaunchError(
             f"{variable}={name}: MEGATRON_LM={megatron_lm} has no commit '{revision}'; "

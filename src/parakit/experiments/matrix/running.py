@@ -8,7 +8,6 @@ are blamed. The cell is then verified without each blamed level, so that its oth
 from __future__ import annotations
 
 import math
-import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -29,6 +28,7 @@ from parakit.experiments.matrix.outcome import (
     read_json_files,
     summarise_judgement,
 )
+from parakit.experiments.verify.reasons import shorten_reason
 from parakit.experiments.verify.verifier import Verifier
 from parakit.formatting.terminal import say
 from parakit.launch import Options, find_entry, read_kit_commit
@@ -38,8 +38,6 @@ VerifyCell = Callable[[MatrixCell], CellRecord]
 """Function that verifies a cell and returns the cell's record."""
 _MAX_REASON_LENGTH = 600
 """Characters of a reason that a record stores."""
-_LOG_PATH = re.compile(r" The log is \S+$")
-"""The end of a reason that names a log. The log is removed with the cell's tensors."""
 
 
 @dataclass
@@ -97,7 +95,7 @@ class CellVerifier:
             self.verifier.remove_references()
             self._reference_key = cell.reference_key
         outcome = self._judge(cell)
-        reason = _LOG_PATH.sub("", outcome["reason"] or "")[:_MAX_REASON_LENGTH]
+        reason = shorten_reason(outcome["reason"] or "", _MAX_REASON_LENGTH)
         outcome["reason"] = reason or None
         entry = find_entry(self.options.megatron_lm)
         commit = f" ({entry.megatron_commit})" if entry.megatron_commit else ""

@@ -9,7 +9,6 @@ a merged branch counts as one commit, and it leaves out commits that change noth
 from __future__ import annotations
 
 import hashlib
-import re
 import shlex
 import shutil
 from argparse import Namespace
@@ -31,6 +30,7 @@ from parakit.config.strategy import count_devices
 from parakit.experiments.verify.changes import ChangedLines, list_nearest_changes
 from parakit.experiments.verify.command import SharedReferences, run_verification
 from parakit.experiments.verify.pairs import PREFIX, LaunchPair, compose_pair, parse_pair
+from parakit.experiments.verify.reasons import strip_paths_and_numbers
 from parakit.formatting.terminal import say
 from parakit.formatting.units import plural
 from parakit.launch import Options, format_make_command
@@ -48,8 +48,6 @@ DEFAULT_DEVICES = 2
 """Number of ranks of a strategy whose name leaves it open, such as `zero1`."""
 _SHORT = 12
 """Number of digits of a commit in folders and messages."""
-_PATHS_AND_NUMBERS = re.compile(r"\S*/\S*|\d+")
-"""Parts of an error message that differ between two runs that fail for the same reason."""
 
 
 @dataclass(frozen=True)
@@ -129,15 +127,16 @@ def _behaves_like(
     if verdict.verdict is not end.verdict:
         return False
     if end.verdict is VerifyOutcome.NOT_COMPARABLE:
-        return _normalise_reason(verdict) == _normalise_reason(end)
+        reason, end_reason = verdict.reason or "", end.reason or ""
+        return strip_paths_and_numbers(reason) == strip_paths_and_numbers(end_reason)
     if other_end is not None and other_end.verdict is not end.verdict:
         return True
     return (verdict.stage, verdict.module, verdict.tensor) == (end.stage, end.module, end.tensor)
 
 
-def _normalise_reason(verdict: VerifyVerdict) -> str:
-    """Return why nothing could be compared, without paths and numbers, which differ from run to run."""
-    return _PATHS_AND_NUMBERS.sub("", verdict.reason or "")
+def find_commit(checkout: Path, name: str) -> str:
+    """Return the full hash of a commit, a branch or a tag; empty if the clone has none of this name."""
+    return run_git(checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
 
 
 def list_commits(checkout: Path, good: str, bad: str) -> list[str]:
@@ -155,8 +154,8 @@ def list_commits(checkout: Path, good: str, bad: str) -> list[str]:
         LaunchError: The clone does not have a commit, or none of the two is an ancestor of the other. Or no commit
             between them changes what training executes.
     """
-    good_commit = _find_commit(checkout, "GOOD", good)
-    bad_commit = _find_commit(checkout, "BAD", bad)
+    good_commit = _require_commit(checkout, "GOOD", good)
+    bad_commit = _require_commit(checkout, "BAD", bad)
     base = run_git(checkout, "merge-base", good_commit, bad_commit).strip()
     if base not in (good_commit, bad_commit):
         alternative = "of one branch"
@@ -176,13 +175,13 @@ def list_commits(checkout: Path, good: str, bad: str) -> list[str]:
     return [base, *commits]
 
 
-def _find_commit(checkout: Path, variable: str, name: str) -> str:
+def _require_commit(checkout: Path, variable: str, name: str) -> str:
     """Return the hash of the commit that a variable names.
 
     Raises:
         LaunchError: The clone has no such commit.
     """
-    commit = run_git(checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
+    commit = find_commit(checkout, name)
     if not commit:
         raise LaunchError(
             f"{variable}={name} is no commit of MEGATRON_LM={checkout}; fetch it there, or name another one."
@@ -328,7 +327,7 @@ def bisect_megatron(
     good_commit = ""
     if against == AGAINST_GOOD:
         pair = replace(pair, reference=strategy)
-        good_commit = run_git(megatron_lm, "rev-parse", f"{good}^{{commit}}").strip()
+        good_commit = find_commit(megatron_lm, good)
     folder = options.runs / f"bisect-{pair.job.name}-{_hash_question(pair, good_commit)}"
     num_commits = plural(len(commits) - 1, "commit")
     say(console, f"{num_commits} to search; verdicts: {relative_to_root(folder)}")

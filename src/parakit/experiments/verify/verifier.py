@@ -59,6 +59,12 @@ class ForkedRanks:
             return ""
         return f"ended with {code}: {diagnose_log(log, code, False).reason} The log is {log}"
 
+    def capture(self, launch: Launch, log: Path, tensors: Path) -> str:
+        """Train a launch as `run` does, and keep its log next to the tensors that it captures in `tensors`."""
+        failure = self.run(launch, log)
+        keep_log(log, tensors)
+        return failure
+
     def exit_code(self, launch: Launch, log: Path, also: Mapping[str, str] | None = None) -> int:
         """Train a launch and return its exit code; arguments are those of `run`.
 
@@ -120,10 +126,7 @@ class Verifier:
 
             def train(part: str, launch: Launch) -> str:
                 kind = "reference" if part.startswith("reference") else "strategy"
-                log = self.folder / f"{kind}.txt"
-                failure = self.ranks.run(launch, log)
-                keep_log(log, Path(scratch, part))
-                return failure
+                return self.ranks.capture(launch, self.folder / f"{kind}.txt", Path(scratch, part))
 
             train_part = self._references.wrap(train, Path(scratch))
             return train_and_judge(verification, Path(scratch), train_part)
