@@ -126,3 +126,13 @@ def test_small_run_keeps_the_flag_of_virtual_stages() -> None:
     flags = values_by_flag(compose_job(make_small_job(find_row("446"), Options())).flags)
     assert flags["--num-layers-per-virtual-pipeline-stage"] == ["6"]
     assert flags["--num-layers"] == ["72"]
+
+
+@pytest.mark.parametrize("row", read_rows(), ids=lambda row: row.id)
+def test_small_run_overlaps_gathers_of_weights_only_with_the_distributed_optimizer(
+    row: TutorialRow,
+) -> None:
+    # Megatron's arguments.py refuses --overlap-param-gather without it.
+    flags = values_by_flag(compose_job(make_small_job(row, Options())).flags)
+    if "--overlap-param-gather" in flags:
+        assert "--use-distributed-optimizer" in flags

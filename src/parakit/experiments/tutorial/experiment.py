@@ -7,7 +7,7 @@ from dataclasses import replace
 import msgspec
 
 from parakit.config.errors import LaunchError
-from parakit.config.flags import drop_flags, format_flags, pick_flags
+from parakit.config.flags import drop_flags, format_flags, merge_flags, pick_flags
 from parakit.config.model import Model, load_model
 from parakit.config.run import DeviceKind
 from parakit.config.strategy import strategy_flags
@@ -89,6 +89,8 @@ def make_small_job(row: TutorialRow, options: Options, model: str | None = None)
         extra=(*_shrink_shape(row, small), *kept_flags, *options.extra),
     )
     flags = drop_flags(strategy_flags(row.parallelism), ("--num-virtual-stages-per-pipeline-rank",))
+    # Run 121 has this flag on one rank, whose strategy is the baseline. Megatron overlaps no gathers without it.
+    flags = merge_flags(flags, pick_flags(row.flags, ("--use-distributed-optimizer",)))
     return Job(row.strategy, small, row.gpus, DeviceKind.CPU, options, flags)
 
 
