@@ -8,6 +8,7 @@ exit code 16). The weights themselves may already be damaged.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +52,20 @@ class CheckpointKeeper(BackgroundThread):
     The newest checkpoint may hold the damage that only the next iteration shows.
     """
 
-    def __init__(self, folder: Path, keep: int, log: Path) -> None:
+    def __init__(
+        self, folder: Path, keep: int, log: Path, before_removal: Callable[[], None] | None = None
+    ) -> None:
+        """Prepare the thread.
+
+        Args:
+            folder: The folder with the run's checkpoints.
+            keep: The number of valid checkpoints that are not removed.
+            log: The run's log.
+            before_removal: Called before old checkpoints are removed, because their room may hide a full disk.
+        """
         self._folder = folder
         self._keep = keep
+        self._before_removal = before_removal
         self._follower = LogFollower(log, log.stat().st_size)
         self._newest: Iteration | None = None
         """The last iteration that was logged; None before the first."""
@@ -91,6 +103,8 @@ class CheckpointKeeper(BackgroundThread):
             for checkpoint in stored:
                 if checkpoint.iteration <= finished and not checkpoint.is_verified:
                     self._verify(checkpoint)
+        if self._before_removal is not None:
+            self._before_removal()
         try:
             remove_old_checkpoints(
                 [checkpoint for checkpoint in stored if self._is_valid(checkpoint)], self._keep

@@ -86,11 +86,12 @@ def run_ranks(
     progress: RunProgress,
     group: NodeGroup = SINGLE_NODE,
     folder: Path | None = None,
+    disk: exit_status.DiskWatch | None = None,
 ) -> int:
     """Start a launch's ranks, show their progress, and return torchrun's exit code once all have ended.
 
-    `folder` is the run folder, by default the log's folder. The exit code is reported to the other nodes
-    after this node's processes have ended.
+    `folder` is the run folder, by default the log's folder. `disk` is the watch of its disk, if there is one. The
+    exit code is reported to the other nodes after this node's processes have ended.
 
     Raises:
         EndedRunError: The log did not grow for the launch's timeout, or the launch's time limit was reached.
@@ -117,7 +118,9 @@ def run_ranks(
                 RankProcesses(command, environment, log, engine, launch.warm) as ranks,
                 DeviceSampler(_make_device_sampler(launch, ranks), samples),
             ):
-                exit_code = _follow_ranks(launch, log, folder, ranks, follower, progress, group)
+                exit_code = _follow_ranks(
+                    launch, log, folder, ranks, follower, progress, group, disk
+                )
         except BaseException as error:
             group.finish(ENDED_EARLY, error)
             raise
@@ -132,6 +135,7 @@ def _follow_ranks(
     follower: LogFollower,
     progress: RunProgress,
     group: NodeGroup,
+    disk: exit_status.DiskWatch | None,
 ) -> int:
     """Show iterations until the ranks have ended and return torchrun's exit code.
 
@@ -149,7 +153,7 @@ def _follow_ranks(
         for iteration in follower.new_iterations():
             progress.show(iteration)
         if exit_code:
-            exit_status.raise_if_container_ended(log.parent, ranks, exit_code)
+            exit_status.raise_if_container_ended(log.parent, ranks, exit_code, disk)
         if exit_code is not None:
             return exit_code
         _raise_if_asked_to_stop(launch, log, ranks, progress)
@@ -208,7 +212,7 @@ def _train_and_complete(
 
     try:
         with disk:
-            exit_code = _train_with_checkpoints(launch, folder, console, title, group)
+            exit_code = _train_with_checkpoints(launch, folder, console, title, group, disk)
     except FolderRemovedError:
         # There is no folder to which a status could be written.
         raise
@@ -243,7 +247,12 @@ def _write_final_status(
 
 
 def _train_with_checkpoints(
-    launch: Launch, folder: Path, console: Console, title: str, group: NodeGroup
+    launch: Launch,
+    folder: Path,
+    console: Console,
+    title: str,
+    group: NodeGroup,
+    disk: exit_status.DiskWatch,
 ) -> int:
     """Run the ranks with progress shown, and checkpoints looked after if the run saves any; return the exit code."""
     log = folder / records.LOG_FILE
@@ -251,11 +260,12 @@ def _train_with_checkpoints(
         keeper = None
         if launch.saving is not None:
             log.touch()
-            keeper = CheckpointKeeper(folder / records.CHECKPOINTS_FOLDER, launch.saving.keep, log)
+            checkpoints = folder / records.CHECKPOINTS_FOLDER
+            keeper = CheckpointKeeper(checkpoints, launch.saving.keep, log, disk.look)
             stack.callback(_print_problems, keeper, console)
             stack.enter_context(keeper)
         progress = stack.enter_context(RunProgress(console, title, launch.iterations))
-        exit_code = run_ranks(launch, log, progress, group)
+        exit_code = run_ranks(launch, log, progress, group, disk=disk)
         if keeper is not None and exit_code == 0:
             keeper.mark_ended_well()
         return exit_code

@@ -67,6 +67,19 @@ def test_the_newest_counts_only_once_the_next_iteration_gave_a_loss(
     assert iterations(folder) == [4]
 
 
+def test_the_disk_is_looked_at_before_an_old_checkpoint_frees_room(
+    folder: Path, log: Path, write: Write
+) -> None:
+    seen: list[list[int]] = []
+    with CheckpointKeeper(folder, 1, log, lambda: seen.append(iterations(folder))) as keeper:
+        write(folder, 2)
+        write(folder, 4)
+        say(log, 5)
+        keeper.mark_ended_well()
+    assert seen[-1] == [4, 2]
+    assert iterations(folder) == [4]
+
+
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_after_a_nan_nothing_goes_even_at_a_good_end(
     folder: Path, log: Path, write: Write, loss: float

@@ -13,7 +13,11 @@ import pytest
 from parakit.artifacts.run import LOG_FILE, Status
 from parakit.cluster import CONTAINER_FILE
 from parakit.launch.supervise import interruption
-from parakit.launch.supervise.exit_status import classify_exit, raise_if_container_ended
+from parakit.launch.supervise.exit_status import (
+    DiskWatch,
+    classify_exit,
+    raise_if_container_ended,
+)
 from parakit.launch.supervise.hang import EndedRunError
 from parakit.launch.supervise.interruption import is_alive
 from parakit.launch.supervise.ranks import RankProcesses
@@ -105,6 +109,30 @@ def test_a_client_ends_with_the_monitor_of_its_container(folder: Path) -> None:
             EndedRunError, match=r"^Podman's client ended by code 127; its container "
         ):
             raise_if_container_ended(folder, ranks, exit_code)
+
+
+def test_a_client_that_could_not_write_is_blamed_on_a_disk_that_has_room_again(
+    folder: Path,
+) -> None:
+    disk = DiskWatch(folder)
+    with container(folder) as ranks:
+        disk.exhausted_resource = "space"
+        read_process(folder, "monitor").kill()
+        exit_code = wait_for_exit_code(ranks)
+        raise_if_container_ended(folder, ranks, exit_code, disk)
+    status = classify_exit(folder, exit_code, False, lacked=disk.exhausted_resource)
+    assert status.status is Status.CRASHED
+    assert status.reason.startswith("No space was left on the disk of ")
+
+
+def test_a_client_that_a_signal_ended_is_not_blamed_on_the_disk(folder: Path) -> None:
+    disk = DiskWatch(folder)
+    disk.exhausted_resource = "space"
+    with container(folder) as ranks:
+        find_client().kill()
+        exit_code = wait_for_exit_code(ranks)
+        with pytest.raises(EndedRunError, match=r"^Podman's client ended by SIGKILL; "):
+            raise_if_container_ended(folder, ranks, exit_code, disk)
 
 
 def test_podman_kill_is_named_without_an_engine(folder: Path) -> None:

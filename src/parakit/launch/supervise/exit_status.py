@@ -34,7 +34,9 @@ RESERVE_BYTES = 1 << 20
 
 LOOK_SECONDS = 0.2
 _FULL_BYTES = 64 << 10
-_SIGKILL = 137
+_SIGNAL_BASE = 128
+"""Exit code of a process that a signal ended, less the number of the signal."""
+_SIGKILL = _SIGNAL_BASE + signal.SIGKILL
 
 
 def reserve_room(folder: Path) -> None:
@@ -65,17 +67,22 @@ def read_address_limit() -> int | None:
 class DiskWatch(BackgroundThread):
     """A thread that notes whether a disk ran out of space or inodes during a `with` block.
 
-    At the end of the block they may be free again.
+    At the end of the block they may be free again. Whoever frees room on the disk during the block calls `look` before.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.exhausted_resource = ""
+        """The first result of `find_exhausted_resource` that was not empty; empty if there was none."""
         super().__init__()
+
+    def look(self) -> None:
+        """Note whether the disk has run out of space or inodes now."""
+        self.exhausted_resource = self.exhausted_resource or find_exhausted_resource(self._folder)
 
     def _watch(self) -> None:
         while not self.exhausted_resource and not self.done.wait(LOOK_SECONDS):
-            self.exhausted_resource = find_exhausted_resource(self._folder)
+            self.look()
 
 
 def find_exhausted_resource(folder: Path) -> str:
@@ -210,13 +217,16 @@ def _explain_by_calls(
     return replace(status, reason=f"{prefix}{verdict.sentence} {status.reason}", rank=rank)
 
 
-def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int) -> None:
+def raise_if_container_ended(
+    folder: Path, ranks: RankProcesses, exit_code: int, disk: DiskWatch | None = None
+) -> None:
     """Raise if something outside a container ended it, after ending the container's processes.
 
     Args:
         folder: The folder of the run's log.
         ranks: The container's processes.
         exit_code: The supervisor's exit code.
+        disk: The watch of the log's disk. With None the disk is only asked now.
 
     Raises:
         EndedRunError: The engine or its client was lost, or somebody had the engine end the container.
@@ -225,8 +235,9 @@ def raise_if_container_ended(folder: Path, ranks: RankProcesses, exit_code: int)
     end = ranks.read_container_end() if exit_code > 0 else None
     if end is None:
         return
-    # On a full disk the client ends because it cannot write.
-    if end.runs and find_exhausted_resource(folder):
+    # On a full disk the client ends with a code because it cannot write. The disk may have room again by now.
+    was_full = find_exhausted_resource(folder) or (disk and disk.exhausted_resource)
+    if end.runs and exit_code < _SIGNAL_BASE and was_full:
         return
     after, ranks_are_visible = _after_last_iteration(folder), bool(ranks.find_by_rank())
     ranks.stop()
@@ -255,7 +266,7 @@ def _explain_container_end(
             consequence = "its ranks were ended"
         reason = f"{engine}'s engine was lost{after}; {consequence}."
         return StatusRecord(Status.CRASHED, None, reason)
-    signal_number = exit_code - 128 if exit_code > 128 else None
+    signal_number = exit_code - _SIGNAL_BASE if exit_code > _SIGNAL_BASE else None
     if end.runs:
         cause = f"code {exit_code}" if signal_number is None else signal.Signals(signal_number).name
         reason = f"{engine}'s client ended by {cause}{after}; its container was ended."
