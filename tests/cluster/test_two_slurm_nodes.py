@@ -114,7 +114,8 @@ def wait_for(cluster: Cluster, folder: Path, text: str) -> None:
 def test_cancelled_and_requeued_job_ends_with_the_losses_of_an_undisturbed_one(
     cluster: Cluster, tmp_path: Path, sample_prefix: Path, strategy: str
 ) -> None:
-    folder = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER)
+    # Slurm of the tests ends a cancelled job after 120 s, and the ranks may take 100 s of them for a checkpoint.
+    folder = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER, GRACE="100")
     job = job_of(folder)
     wait_for(cluster, folder, "iteration        6/")
     cluster.ask("scancel", job)
@@ -124,7 +125,7 @@ def test_cancelled_and_requeued_job_ends_with_the_losses_of_an_undisturbed_one(
     output = f"{cluster.wait(job, 'COMPLETED', 'FAILED')}: {(folder / 'slurm.txt').read_text()}"
     assert read_status(folder).status is Status.OK, output
     (resumption,) = read_run(folder).resumptions
-    assert resumption.iteration in (4, 8)
+    assert 6 <= resumption.iteration < 24, "a cancelled job saves before it ends"
     undisturbed = submit(cluster, tmp_path, sample_prefix, strategy, **LONGER)
     cluster.wait(job_of(undisturbed), "COMPLETED", "FAILED")
     expected, requeued = curve(undisturbed), curve(folder)

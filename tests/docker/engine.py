@@ -44,7 +44,7 @@ if "create" in words or "run" in words:
     ]
     with open(path, "w") as file:
         json.dump(spec, file)
-os.execv({runc!r}, ["runc", *words])
+os.execv({program!r}, [{name!r}, *words])
 """
 
 
@@ -145,11 +145,12 @@ def find_mounts(*shown: Path) -> dict[str, str]:
     return {**mounts, _own_packages(): str(packages)}
 
 
-def write_runtime(folder: Path, mounts: Mapping[str, str]) -> Path:
-    """Write the OCI runtime that adds read-only mounts to every container; return its path."""
+def write_runtime(folder: Path, mounts: Mapping[str, str], name: str = "runc") -> Path:
+    """Write the OCI runtime that adds read-only mounts to every container of runc or crun; return its path."""
     # Another user cannot reach this environment's Python in root's home.
     python = shutil.which("python3", path="/usr/bin") or sys.executable
-    runtime = RUNTIME.format(python=python, mounts=dict(mounts), runc=shutil.which("runc"))
+    program = shutil.which(name)
+    runtime = RUNTIME.format(python=python, mounts=dict(mounts), program=program, name=name)
     _program(folder / "oci-runtime", runtime)
     return folder / "oci-runtime"
 

@@ -16,16 +16,23 @@ netns = "host"
 [engine]
 cgroup_manager = "cgroupfs"
 events_logger = "file"
-runtime = "kit"
+runtime = "{name}"
 tmp_dir = "{folder}/temporary"
 [engine.runtimes]
-kit = ["{runtime}"]
+{name} = ["{runtime}"]
 """
 STORAGE = """[storage]
 driver = "overlay"
 graphroot = "{folder}/images"
 runroot = "{folder}/run"
 """
+
+WITHOUT_HYBRID_CGROUPS = (
+    *("unshare", "--mount", "sh", "-c"),
+    'umount --lazy /sys/fs/cgroup/unified 2>/dev/null; exec "$@"',
+    "sh",
+)
+"""The start of a command that sees no second hierarchy of control groups, with which crun refuses to start."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +42,10 @@ class Podman:
     folder: Path
     user: pwd.struct_passwd | None = None
     """The user of a rootless Podman; None for root's."""
+    runtime: str = "runc"
+    """The OCI runtime of its containers, runc or crun."""
+    group: int | None = None
+    """A supplementary group of the user; None for none."""
 
     @property
     def environment(self) -> dict[str, str]:
@@ -52,11 +63,12 @@ class Podman:
         """The command that starts a program as the user of this Podman."""
         if self.user is None:
             return ()
+        groups = "--clear-groups" if self.group is None else f"--groups={self.group}"
         return (
+            *(WITHOUT_HYBRID_CGROUPS if self.runtime == "crun" else ()),
             # Of root the user keeps that they may read everything: this Python may lie in root's home.
             *("setpriv", f"--reuid={self.user.pw_uid}", f"--regid={self.user.pw_gid}"),
-            *("--clear-groups", "--inh-caps=-all,+dac_read_search"),
-            "--ambient-caps=+dac_read_search",
+            *(groups, "--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search"),
         )
 
     def docker(self, *arguments: str, check: bool = True) -> str:
@@ -104,17 +116,24 @@ def missing_for_rootless() -> str:
 
 
 @contextmanager
-def running(folder: Path, *shown: Path, user: pwd.struct_passwd | None = None) -> Iterator[Podman]:
+def running(
+    folder: Path,
+    *shown: Path,
+    user: pwd.struct_passwd | None = None,
+    runtime: str = "runc",
+    group: int | None = None,
+) -> Iterator[Podman]:
     """Give Podman the image `BASE`, whose containers see `shown` too; all of it is removed at the end.
 
-    A rootless Podman is `user`'s, who owns `folder` then.
+    A rootless Podman is `user`'s, who owns `folder` then. `runtime` and `group` are those of `Podman`.
     """
     folder.mkdir(parents=True)
-    runtime = write_runtime(folder, stage_mounts(folder, shown) if user else find_mounts(*shown))
-    configuration = CONFIGURATION.format(folder=folder, runtime=runtime)
+    mounts = stage_mounts(folder, shown) if user else find_mounts(*shown)
+    program = write_runtime(folder, mounts, runtime)
+    configuration = CONFIGURATION.format(folder=folder, name=runtime, runtime=program)
     (folder / "containers.conf").write_text(configuration)
     (folder / "storage.conf").write_text(STORAGE.format(folder=folder))
-    podman = Podman(folder, user)
+    podman = Podman(folder, user, runtime, group)
     try:
         archive = folder / "base.tar"
         changes = write_base(archive)

@@ -32,9 +32,11 @@ pytestmark = [
     pytest.mark.skipif(bool(engines.missing()), reason=engines.missing() or "none"),
 ]
 SOMEBODY = 1234
+SHARED_GROUP = 4321
+"""A supplementary group of the user `SOMEBODY`."""
 AS_SOMEBODY = (
     # Of root it keeps that it may read everything: this Python may lie in root's home.
-    *("setpriv", f"--reuid={SOMEBODY}", f"--regid={SOMEBODY}", "--clear-groups"),
+    *("setpriv", f"--reuid={SOMEBODY}", f"--regid={SOMEBODY}", f"--groups={SHARED_GROUP}"),
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=+dac_read_search"),
 )
 
@@ -193,10 +195,19 @@ def refused(kit: Kit, environment: Mapping[str, str]) -> str:
     return answer.stderr
 
 
+def copy_for_group(source: Path, folder: Path, group: int) -> Path:
+    """Copy a folder so that besides root only the members of a group can read the copy; return the copy."""
+    shutil.copytree(source, folder)
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 0, group)
+        path.chmod(0o750 if path.is_dir() else 0o640)
+    return folder
+
+
 def test_another_user_trains_as_oneself_and_is_refused_what_is_not_allowed(
     built: Built, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """A number without a name in the image; no right to the socket; a folder that is others'."""
+    """A number without a name in the image; no right to the socket; a folder that is others'; data for a group."""
     # pytest's own folder lets nobody else through.
     user_folder = Path(tempfile.mkdtemp())
     user_folder.chmod(0o755)
@@ -205,8 +216,11 @@ def test_another_user_trains_as_oneself_and_is_refused_what_is_not_allowed(
     for folder in (home, runs):
         folder.mkdir()
         os.chown(folder, SOMEBODY, SOMEBODY)
-    kit = Kit(tmp_path, Path(built.kit.environment["DATA"]), tmp_path / "start")
-    kit.environment = {**built.kit.environment, "RUNS": str(runs), "HOME": str(home)}
+    prefix = Path(built.kit.environment["DATA"])
+    data = copy_for_group(prefix.parent, user_folder / "data", SHARED_GROUP)
+    kit = Kit(tmp_path, data / prefix.name, tmp_path / "start")
+    own_environment = {"DATA": str(data / prefix.name), "RUNS": str(runs), "HOME": str(home)}
+    kit.environment = {**built.kit.environment, **own_environment}
     kit.program = (*AS_SOMEBODY, *built.kit.program)
     refusal = refused(kit, kit.environment)
     assert "permission denied" in refusal

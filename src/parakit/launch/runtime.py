@@ -21,6 +21,7 @@ from parakit.cluster import (
     PodmanContainer,
     check_engine,
     check_podman_engine,
+    container_groups,
     container_user,
     find_pair,
     image_tag,
@@ -130,10 +131,13 @@ def make_container(
     if name is RuntimeName.PODMAN:
         _, podman_engine = check_podman_engine()
         is_rootless = podman_engine is not None and podman_engine.rootless
-        return PodmanContainer(image, user, mounts, inherited, gpus, host_network, is_rootless)
+        groups = container_groups(podman_engine, "podman")
+        return PodmanContainer(
+            image, user, mounts, inherited, gpus, host_network, groups, is_rootless
+        )
     _, docker_engine = check_engine()
-    user = container_user(docker_engine)
-    return Container(image, user, mounts, inherited, gpus, host_network)
+    user, groups = container_user(docker_engine), container_groups(docker_engine)
+    return Container(image, user, mounts, inherited, gpus, host_network, groups)
 
 
 def default_runtime() -> RuntimeName:

@@ -160,6 +160,18 @@ def test_a_rootless_engine_maps_root_to_the_caller(docker: FakeDocker) -> None:
     assert container_user() == f"{os.getuid()}:{os.getgid()}"
 
 
+def test_the_callers_supplementary_groups_are_those_of_the_container(
+    docker: FakeDocker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getgroups", lambda: [4321, os.getgid(), 987])
+    command = composed(DOCKER).command("r")
+    assert values(command[: command.index("python3")], "--group-add") == ["987", "4321"]
+    docker.answer("info", '{"runtimes":{"nvidia":{}},"is":["name=rootless"]}')
+    assert "--group-add" not in composed(DOCKER).command("r"), (
+        "they have no number in its containers"
+    )
+
+
 CONNECT = "Cannot connect to the Docker daemon at unix:///var/run/docker.sock. Is it running?\n"
 
 

@@ -95,15 +95,19 @@ def test_the_script_of_apptainer_passes_values_in_the_environment_alone(
     assert calls.read_text() == "exec --nv i.sif true\n"
 
 
-@pytest.mark.parametrize("rootless", ["true", "false"])
+@pytest.mark.parametrize(
+    ("rootless", "groups"), [("true", ("keep-groups",)), ("false", ("987", "4321"))]
+)
 def test_the_runtime_of_podman_follows_what_podman_reports(
-    rootless: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rootless: str, groups: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     podman(tmp_path / "bin", monkeypatch, rootless)
+    monkeypatch.setattr(os, "getgroups", lambda: [987, os.getgid(), 4321])
     runtime = container_runtime(find_pair(None), name=RuntimeName.PODMAN)
     assert runtime.name is RuntimeName.PODMAN
     assert isinstance(runtime.container, PodmanContainer)
     assert runtime.container.rootless is (rootless == "true")
+    assert runtime.container.groups == groups
 
 
 def test_podman_without_a_cdi_specification_gives_no_gpus_but_runs_cpu_ranks(

@@ -100,6 +100,8 @@ class Container:
     gpus: bool = True
     host_network: bool = False
     """True to use the host's network, which ranks on several machines need to reach each other."""
+    groups: tuple[str, ...] = ()
+    """Values of `--group-add`. Without them a process in a container is in the group of `user` alone."""
 
     def wrap(self, command: Sequence[str], settings: Iterable[str]) -> tuple[str, ...]:
         """Return the `docker run` command that executes `command` in the repository root.
@@ -124,6 +126,8 @@ class Container:
             "--device": INFINIBAND if needs_infiniband else None,
         }
         flags = [*format_flags(options), *self.options_for_nccl()]
+        for group in self.groups:
+            flags += ["--group-add", group]
         for path in self.mounts:
             flags += ["--mount", bind_mount(path)]
         for name in sorted({*settings, *self.inherited, *ALWAYS}):
@@ -210,6 +214,23 @@ def container_user(engine: ContainerEngine | None = None) -> str:
     A rootless engine maps the container's root to the caller, and other users to unprivileged ids.
     """
     return "0:0" if engine and engine.rootless else f"{os.getuid()}:{os.getgid()}"
+
+
+def container_groups(
+    engine: ContainerEngine | None = None, program: str = "docker"
+) -> tuple[str, ...]:
+    """Return the values of `--group-add` that keep the caller's supplementary groups in a container.
+
+    A data set may be readable by such a group only. A rootless Podman keeps the groups with the OCI runtime crun; runc
+    ignores the value. A rootless Docker cannot map them, so the result is empty.
+
+    Args:
+        engine: The engine of the container; None if it does not answer.
+        program: The engine's program, docker or podman.
+    """
+    if engine and engine.rootless:
+        return ("keep-groups",) if program == "podman" else ()
+    return tuple(str(group) for group in sorted({*os.getgroups()} - {os.getgid()}))
 
 
 def inherited_names(
