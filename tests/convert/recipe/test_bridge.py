@@ -180,19 +180,34 @@ def test_an_exported_target_is_checked_and_imported_again(
     assert "make train-tp2-again-2gpu MICRO_BATCH=64" in capsys.readouterr().out
 
 
-@pytest.mark.slow
-@NEEDS_BRIDGE
 def test_differences_between_container_and_run_are_named() -> None:
     asked = source("train-tp2-gpt2-tiny-2gpu")
     recipe = recipe_of(asked)
     built = {**BRIDGE_DEFAULTS, **recipe.fields, "optimizer.lr": 1.0, "model.qk_layernorm": True}
-    assert list(bridge.recipe_differences(recipe, built, asked.spec)) == [
-        "optimizer.lr is 1.0 in the container and 0.001 in the run.",
-        "model.qk_layernorm is True in the container, which the run does not ask for.",
-    ]
+    learning_rate, norm, run = bridge.recipe_differences(recipe, built, asked.spec)
+    assert learning_rate == "optimizer.lr is 1.0 in the container and 0.001 in the run."
+    assert norm == "model.qk_layernorm is True in the container, which the run does not ask for."
+    assert run.startswith("The container reads as another run"), "the norms have weights"
     without = Recipe(recipe.fields, (*recipe.flags, "--seed", "7"), ())
     (other,) = bridge.recipe_differences(without, {**BRIDGE_DEFAULTS, **recipe.fields}, asked.spec)
     assert other.startswith("The container reads as another run")
+
+
+@pytest.mark.ranks
+def test_a_recipe_is_built_in_an_environment_that_does_not_have_the_kit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin/python"
+    # Without its folders of packages, a Python has neither the kit nor Megatron.
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(bridge, "ENVIRONMENT", tmp_path)
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    file = tmp_path / "r.py"
+    file.write_text("x = 1")
+    with pytest.raises(RecipeError, match=r"makes no container: .*No module named 'megatron'"):
+        bridge.build_recipe(str(file))
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Execute a Python recipe with Megatron-Bridge, or dry-run an entry of nemo-run, and write the result.
 
-Python of `.venv-bridge` runs this file in a process of its own.
+Python of `.venv-bridge` runs this file in a process of its own. The kit is not installed there, so nothing of it is
+imported.
 
     python evaluate.py recipe.py[:function] OUT    the container that the recipe returns, as Bridge's YAML
     python evaluate.py --dryrun nemo_entry.py OUT  what nemo-run would start, as it prints it
@@ -30,8 +31,6 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from typing import Any
-
-from parakit.formatting.units import plural
 
 REPLACEABLE_PACKAGES = ("transformer_engine", "nvidia_resiliency_ext", "leptonai")
 """Packages that Megatron Core, Bridge's training loop and nemo-run import, in this order."""
@@ -173,7 +172,7 @@ def validate_container(container: Any, ranks: int) -> Any:
     try:
         runtime_config_update(validated)
     except (AssertionError, ValueError, TypeError) as error:
-        sys.exit(f"Megatron-Bridge refuses the recipe on {plural(ranks, 'rank')}: {error}".strip())
+        sys.exit(f"Megatron-Bridge refuses the recipe for --ranks {ranks}: {error}".strip())
     return validated
 
 
