@@ -17,7 +17,7 @@ from parakit.config.flag_table import parse_release
 from parakit.config.flags import Flags, drop_flags, format_flags, merge_flags
 from parakit.config.model import WEIGHT_LOADING_FLAGS, imported_weights_folder
 from parakit.config.run import Backend, DeviceKind, OptimizerName
-from parakit.config.strategy import UNTIED, strategy_flags
+from parakit.config.strategy import UNTIED, Sharding, strategy_flags
 from parakit.launch.compose import DATA_CACHE, Launch, initial_checkpoint_path
 from parakit.native import (
     FROM_CONFIG,
@@ -40,6 +40,9 @@ NO_TRANSFORMERS = (
 
 FIRST_MUON_RELEASE = (0, 17)
 """First Megatron release whose Muon has the published coefficients; Megatron calls them `simple`."""
+
+FIRST_SHARDED_MUON_RELEASE = (0, 18)
+"""First Megatron release that shards Muon's states by whole matrices (`--use-distributed-optimizer`)."""
 
 MUON_PACKAGE = "emerging_optimizers"
 
@@ -288,7 +291,7 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
     if Flags(launch.flags).text("--optimizer") != "muon":
         return
     sharding, backend = launch.spec.parallelism.sharding, launch.spec.backend
-    if sharding:
+    if sharding and not _shards_whole_matrices(launch):
         yield f"Muon needs whole matrices, which {sharding} shards; use dp2, or OPTIMIZER=adamw."
     if backend in (Backend.DEEPSPEED, Backend.BARE):
         yield f"BACKEND={backend} has AdamW alone; use BACKEND=native for Muon."
@@ -307,3 +310,11 @@ def optimizer_problems(launch: Launch) -> Iterator[str]:
             f"Megatron's Muon needs the package {MUON_PACKAGE}, which is not installed; 'make setup' "
             "installs it, or use OPTIMIZER=muon BACKEND=native."
         )
+
+
+def _shards_whole_matrices(launch: Launch) -> bool:
+    """Return True if each rank stores the optimizer states of whole matrices, as Muon needs them."""
+    if launch.spec.backend is not Backend.MEGATRON:
+        return False
+    is_zero1 = launch.spec.parallelism.sharding is Sharding.ZERO1
+    return is_zero1 and parse_release(launch.entry.megatron_version) >= FIRST_SHARDED_MUON_RELEASE

@@ -31,7 +31,7 @@ from parakit.launch import (
 from parakit.verify import Finding
 
 _VARIABLES = (
-    *("DATA", "GLOBAL_BATCH", "OPTIMIZER", "SEED"),
+    *("DATA", "GLOBAL_BATCH", "OPTIMIZER", "SEED", "REFERENCE", "RESUMED"),
     *("EXTRA", "EXTRA_B", "PATCH_FILE", "MEGATRON_LM"),
 )
 """Make variables of a cell's command, in this order."""
@@ -63,6 +63,8 @@ class MatrixCell:
             str(self.optimizer),
             self.patch,
             str(self.seed),
+            # Ids of cells that do not resume stay as they were before cells could resume.
+            *((self.resumed,) if self.resumed else ()),
         )
         digest = hashlib.sha256(" ".join(parts).encode()).hexdigest()[:10]
         return f"{self.family.name}.{self.layout.name}.{digest}"
@@ -103,9 +105,14 @@ class MatrixCell:
 
     @property
     def reference_key(self) -> tuple[object, ...]:
-        """Key of the reference run: family, flags, samples, optimizer and patches. Cells with equal keys share it."""
+        """Key of the reference run; cells with equal keys share it.
+
+        It holds family, flags, samples, optimizer, patches, and whether the cell resumes, which takes an iteration
+        more.
+        """
         flags = shlex.join(self.flags)
-        return (self.family.name, flags, self.samples, self.optimizer, self.patch)
+        is_resumed = bool(self.resumed)
+        return (self.family.name, flags, self.samples, self.optimizer, self.patch, is_resumed)
 
     @property
     def samples(self) -> int:
@@ -122,8 +129,15 @@ class MatrixCell:
         optimizers = [level.optimizer for level in self.levels if level.optimizer]
         return optimizers[-1] if optimizers else OptimizerName.ADAMW
 
+    @property
+    def resumed(self) -> str:
+        """Strategy that saves the checkpoint from which the cell resumes (see `Level.resumed`)."""
+        levels = self.family.fill_with_defaults(self.levels)
+        strategies = [level.resumed for level in levels if level.resumed]
+        return strategies[-1] if strategies else ""
+
     def make_pair(self, options: Options = NO_OPTIONS) -> LaunchPair:
-        """Return the pair of strategy and reference to verify.
+        """Return the pair of strategy and reference to verify. The reference never resumes.
 
         The cell sets seed, flags, batch, optimizer and patches; `options` set all other variables.
         """
@@ -145,7 +159,9 @@ class MatrixCell:
             device=DeviceKind.CPU,
             options=cell_options,
         )
-        return LaunchPair(job, flags=self.strategy_flags)
+        # A pair that resumes would otherwise be compared with its own strategy, which cells cannot share.
+        reference = "baseline" if self.resumed else ""
+        return LaunchPair(job, reference, self.strategy_flags, resumed=self.resumed)
 
     def format_command(self, megatron_lm: str = "") -> str:
         """Return the make command that verifies this cell alone."""

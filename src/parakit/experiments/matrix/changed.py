@@ -151,6 +151,8 @@ def list_compared_cells(
     matrix = replace(matrix, exclusions=tuple(exclusions))
     cells: dict[str, MatrixCell] = {}
     for family in matrix.families:
+        if family.is_resumed:
+            continue  # Both versions are trained without a checkpoint.
         for _, cell in list_component_cells(matrix, family):
             cells.setdefault(cell.id, cell)
     return list(cells.values())

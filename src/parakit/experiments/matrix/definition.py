@@ -49,6 +49,8 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     micro_batches: int | None = None
     """Micro batches per rank and iteration; None follows from the layout's samples."""
     optimizer: OptimizerName | None = None
+    resumed: str = ""
+    """Strategy that saves the checkpoint from which the cell resumes; `1` is its own, empty is none."""
     since: Version | None = None
     before: Version | None = None
     alone: bool = False
@@ -109,6 +111,11 @@ class Family(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def levels(self) -> tuple[Level, ...]:
         """All levels that are not a feature's default."""
         return tuple(level for levels in self.features.values() for level in levels[1:])
+
+    @property
+    def is_resumed(self) -> bool:
+        """True if every cell of the family resumes from a checkpoint."""
+        return any(levels[0].resumed for levels in self.factors.values())
 
     def is_default(self, level: Level) -> bool:
         """Return True if the level is its feature's first level, which the model has anyway."""
