@@ -272,6 +272,7 @@ GENERAL = {
     ),
     "moe": ("experts-outputs-unsorted", "router-not-summed"),
     "mla": ("row-linear-without-sum", "stage-gets-last-micro-batch"),
+    "resumed": ("row-linear-without-sum", "stage-gets-last-micro-batch"),
 }
 """Injected bugs that act whatever else the model has, by family: cells of the matrix are tried with
 them."""

@@ -34,6 +34,8 @@ WITHOUT_ONE_OF_ITS_OWN = {
         *("recompute/full", "recompute/up-projection", "ahead/mtp", "clipping/does-not-bite"),
         "clipping/off",
     ),
+    # `injected_bugs/resumed` acts on what a checkpoint holds.
+    "resumed": ("checkpoint/of-one-rank", "checkpoint/of-tp2", "checkpoint/of-zero1", "optimizer/muon", "optimizer/precision-aware"),
 }
 """Levels whose own code no injected bug and no live bug breaks: those that act in every model turn
 them."""
