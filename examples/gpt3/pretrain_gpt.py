@@ -20,10 +20,12 @@ from megatron.core import mpu
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.tokenizers.utils.build_tokenizer import build_tokenizer
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import (
+    flatten_batch_for_packed_sequences,
     get_attr_wrapped_model,
     get_batch_on_this_cp_rank,
     get_batch_on_this_tp_rank,
@@ -38,7 +40,6 @@ WRITTEN_FOR = "0.19."
 NOT_COVERED = (
     "sft",
     "fim_data",
-    "dataloader_inter_document_masking",
     "hybrid_context_parallel",
     "logits_load_dir",
     "overlap_moe_expert_parallel_comm",
@@ -52,6 +53,8 @@ NOT_COVERED = (
 """Options that change the data, the loss or the model in ways this entry does not implement."""
 
 BATCH_KEYS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+PACKED_KEYS = ("cu_seqlens", "cu_seqlens_padded", "max_seqlen")
+"""Further keys of a batch whose sequences are packed from documents (`--dataloader-inter-document-masking`)."""
 
 
 def refuse_what_is_not_covered(args: Namespace) -> None:
@@ -81,19 +84,21 @@ def read_batch(
 
     TP rank 0 reads and broadcasts, every CP rank keeps its chunks, and a pipeline stage receives only
     what it uses (the first the tokens, the last the labels, and the tokens if it predicts those ahead).
+    If sequences are packed, every stage also receives where documents begin.
     """
     args = get_args()
+    is_packed = args.dataloader_inter_document_masking
     tensor_rank = mpu.get_tensor_model_parallel_rank()
     batch: dict[str, Any] = {}
     if tensor_rank == 0:
         assert data_iterator is not None
         sample = next(data_iterator)
-        for key in BATCH_KEYS:
+        for key in (*BATCH_KEYS, *PACKED_KEYS):
             tensor = sample.get(key)
             batch[key] = None if tensor is None else tensor.cuda(non_blocking=True)
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=is_packed,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=mpu.get_tensor_model_parallel_src_rank(),
@@ -110,9 +115,28 @@ def read_batch(
         is_pipeline_last_stage=mpu.is_pipeline_last_stage(),
     )
     local: dict[str, Any] = get_batch_on_this_cp_rank(
-        batch, is_hybrid_cp=False, cp_group=mpu.get_context_parallel_group()
+        flatten_batch_for_packed_sequences(batch),
+        is_hybrid_cp=False,
+        cp_group=mpu.get_context_parallel_group(),
+        use_per_sequence_balancing=is_packed,
     )
     return local
+
+
+def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
+    """Where the documents of a packed micro batch begin, for attention; None if sequences are not packed."""
+    starts = batch.get("cu_seqlens")
+    if starts is None:
+        return None
+    starts, longest = starts.squeeze(0), int(batch["max_seqlen"].item())
+    return PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=starts,
+        cu_seqlens_kv=starts,
+        max_seqlen_q=longest,
+        max_seqlen_kv=longest,
+        tokens_per_sample=get_args().seq_length,
+    )
 
 
 def summed_loss(
@@ -142,7 +166,7 @@ def forward_step(
     timer.start()
     batch: dict[str, Any] = dict.fromkeys(BATCH_KEYS)
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    if is_first_or_last_pipeline_stage(vp_stage):
+    if is_first_or_last_pipeline_stage(vp_stage) or get_args().dataloader_inter_document_masking:
         batch = read_batch(data_iterator, vp_stage)
     timer.stop()
     output = model(
@@ -151,6 +175,7 @@ def forward_step(
         batch["attention_mask"],
         labels=batch["labels"],
         loss_mask=batch["loss_mask"],
+        packed_seq_params=packed_parameters(batch),
     )
     return output, functools.partial(summed_loss, batch["loss_mask"])
 
@@ -174,6 +199,7 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
         reset_attention_mask=args.reset_attention_mask,
         eod_mask_loss=args.eod_mask_loss,
         create_attention_mask=args.create_attention_mask_in_dataloader,
+        inter_document_masking=args.dataloader_inter_document_masking,
         object_storage_cache_path=args.object_storage_cache_path,
         mid_level_dataset_surplus=args.mid_level_dataset_surplus,
         allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
@@ -188,8 +214,8 @@ def dataset_config(args: Namespace) -> GPTDatasetConfig:
 def build_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -> Any:
     """Return the train, validation and test data set, as Megatron's training loop asks for them.
 
-    Only tensor-parallel rank 0 of the first and the last pipeline stage reads data. All other ranks get None
-    for each data set.
+    Only tensor-parallel rank 0 of the first and the last pipeline stage reads data, and of every stage if
+    sequences are packed. All other ranks get None for each data set.
 
     Args:
         samples: Number of train, validation and test samples.
@@ -200,7 +226,8 @@ def build_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -
 
     def reads_data() -> bool:
         at_an_end: bool = is_first_or_last_pipeline_stage(vp_stage)
-        return at_an_end and mpu.get_tensor_model_parallel_rank() == 0
+        is_read = at_an_end or args.dataloader_inter_document_masking
+        return is_read and mpu.get_tensor_model_parallel_rank() == 0
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     built = BlendedMegatronDatasetBuilder(

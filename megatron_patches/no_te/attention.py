@@ -198,6 +198,27 @@ def hidden_keys(rank: int, ranks: int, local_length: int) -> Tensor:
     return is_later_key[None, None]
 
 
+def hidden_outside_documents(
+    cumulative_lengths: Tensor, rank: int, ranks: int, local_length: int
+) -> Tensor:
+    """Return `hidden_keys` that also hides the keys of other documents of a packed sequence.
+
+    Args:
+        cumulative_lengths: Position of each document's first token in the sequence, and the sequence's length.
+        rank: Number of this process in its context-parallel group.
+        ranks: Size of the group.
+        local_length: Number of tokens per rank.
+    """
+    queries = rank_positions(rank, ranks, local_length) if ranks > 1 else torch.arange(local_length)
+    keys = torch.arange(local_length * ranks)
+    ends = cumulative_lengths[1:].to(queries)
+    query_documents = torch.bucketize(queries, ends, right=True)
+    key_documents = torch.bucketize(keys, ends, right=True)
+    is_other_document = query_documents[:, None] != key_documents[None, :]
+    is_later_key = queries[:, None] < keys[None, :]
+    return (is_later_key | is_other_document)[None, None]
+
+
 def _attend_gathered(
     attention: Any,
     original: Callable[..., Tensor],
@@ -261,6 +282,53 @@ def _find_mask(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return hidden if ends_at_documents else None
 
 
+def _find_packed(attention: Any, query: Tensor, kwargs: dict[str, Any]) -> Any:
+    """Return the packed sequence's parameters if this patch computes its attention, else None.
+
+    CPU ranks compute plain causal attention within documents. `kwargs` are the keyword arguments of `forward`.
+    """
+    packed = kwargs.get("packed_seq_params")
+    if packed is None or packed.qkv_format != "thd" or query.is_cuda:
+        return None
+    return packed if _is_causal(attention) and not attention.config.multi_latent_attention else None
+
+
+def _attend_to_documents(
+    attention: Any,
+    original: Callable[..., Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packed: Any,
+) -> Tensor:
+    """Return causal attention within the documents of a packed sequence, [tokens, 1, heads·width].
+
+    Transformer Engine has kernels for packed sequences. Here Megatron's own `forward` (`original`) computes the
+    attention over the whole sequence, with a mask that hides other documents.
+
+    Args:
+        attention: The `DotProductAttention`.
+        original: Its `forward`.
+        query: Queries of this rank's tokens, [tokens, heads, width].
+        key: Their keys.
+        value: Their values.
+        packed: Megatron's `PackedSeqParams`.
+    """
+    from megatron.core import parallel_state, tensor_parallel
+
+    inputs = [tensor.unsqueeze(1) for tensor in (query, key, value)]
+    rank, ranks = 0, attention.config.context_parallel_size
+    if ranks > 1:
+        rank = parallel_state.get_context_parallel_group().rank()
+    hidden = hidden_outside_documents(packed.cu_seqlens_q, rank, ranks, query.size(0))
+    if ranks == 1:
+        return original(attention, *inputs, hidden)
+    out: Tensor = tensor_parallel.checkpoint(
+        functools.partial(_attend_gathered, attention, original), False, *inputs, hidden
+    )
+    return out
+
+
 @wrap_original
 def _forward(
     original: Callable[..., Tensor],
@@ -274,6 +342,9 @@ def _forward(
     """Compute attention: by SDPA on GPUs, by Megatron's own code on CPUs, over gathered keys under CP."""
     from megatron.core import tensor_parallel
 
+    packed = _find_packed(self, query, kwargs)
+    if packed is not None:
+        return _attend_to_documents(self, original, query, key, value, packed)
     if self.config.context_parallel_size == 1:
         # On a GPU the scores of Megatron's own attention would fill the memory.
         if query.is_cuda and is_plain(self) and not has_bias_or_packing(args, kwargs):

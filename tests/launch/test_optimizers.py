@@ -89,3 +89,18 @@ def test_muon_is_refused_where_matrices_are_sharded_or_the_backend_has_it_not() 
     assert problem.startswith("Muon needs whole matrices, which fsdp2 shards")
     (problem,) = optimizer_problems(launch(Backend.DEEPSPEED, name="train-dp2-gpt2-tiny-2cpu"))
     assert problem.startswith("BACKEND=deepspeed has AdamW alone")
+
+
+@pytest.mark.parametrize(("version", "is_refused"), [("0.17.1", True), ("0.18.2", False)])
+def test_megatron_shards_muon_by_whole_matrices_from_0_18_on(
+    version: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    sharded = launch(Backend.MEGATRON, name="train-zero1-gpt2-tiny-2cpu")
+    sharded = replace(sharded, entry=replace(sharded.entry, megatron_version=version))
+    problems = list(optimizer_problems(sharded))
+    assert (
+        problems
+        == ["Muon needs whole matrices, which zero1 shards; use dp2, or OPTIMIZER=adamw."]
+        * is_refused
+    )

@@ -207,6 +207,7 @@ def verify_live(bench: Bench, only: Sequence[str]) -> Iterator[Row]:
                 iteration=None,
                 reference=finding.reference,
                 own_arguments=finding.own_flags,
+                resumed=finding.resumed,
                 both=True,
             )
             fails = finding.fails if stated else ""
@@ -231,6 +232,7 @@ def verify_present(bench: Bench, only: Sequence[str]) -> Iterator[tuple[str, boo
                 iteration=None,
                 reference=finding.reference,
                 own_arguments=finding.own_flags,
+                resumed=finding.resumed,
                 both=True,
             ).verdict
         except LaunchError as error:

@@ -6,12 +6,15 @@ from pathlib import Path
 
 from parakit.config.files import ROOT
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
-from tests.verify.bench import LOGGED, Bench, verify_injected
+from tests.verify.bench import LOGGED, Bench, verify_injected, verify_resumed
 
 QUICK = ("last-stage-one-batch-ahead", "qkv-input-gradient-not-summed")
 """Of batch and backward pass; of pp2 and tp2, which share a reference."""
 QUICK_LOGGED = ("logged-loss-doubled",)
 """Of what is printed; of tp2, with the same reference."""
+
+QUICK_RESUMED = ("moments-not-resumed",)
+"""Of a run that resumes."""
 
 
 def bench(sample_prefix: Path, folder: Path, *bench_arguments: str) -> str:
@@ -36,12 +39,19 @@ def bench(sample_prefix: Path, folder: Path, *bench_arguments: str) -> str:
 
 
 def quick_injected(runs: Path, data: Path, ranks: ForkedRanks) -> str:
-    """What is printed of `QUICK` and `QUICK_LOGGED`, in a small vocabulary."""
+    """What is printed of `QUICK`, `QUICK_LOGGED` and `QUICK_RESUMED`, and the verdict of a healthy resumed run."""
     folder = runs / "quick_injected"
     folder.mkdir()
     verifier = Verifier(folder, ranks)
     bench = Bench(str(data), verifier, small=True)
-    rows = (*verify_injected(bench, QUICK), *verify_injected(bench, QUICK_LOGGED, LOGGED))
-    printed = "\n".join(row.line() for row in rows)
+    rows = (
+        *verify_injected(bench, QUICK),
+        *verify_injected(bench, QUICK_LOGGED, LOGGED),
+        *verify_resumed(bench, QUICK_RESUMED),
+    )
+    healthy = bench.verify(
+        *("zero1", "gpt2-tiny", 2, ("--num-layers", "1")), iteration=None, resumed="1"
+    )
+    printed = "\n".join((*(row.line() for row in rows), f"resumed: {healthy.verdict.sentence}"))
     verifier.remove_references()
     return printed

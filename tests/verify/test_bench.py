@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.examples.runs import SharedRuns
-from tests.verify.benched import QUICK, QUICK_LOGGED, bench
+from tests.verify.benched import QUICK, QUICK_LOGGED, QUICK_RESUMED, bench
 
 
 @pytest.fixture
@@ -17,7 +17,12 @@ def quick_injected(shared_runs: SharedRuns) -> str:
 
 
 def test_injected_bugs_are_found_at_their_stage_and_module(quick_injected: str) -> None:
-    assert quick_injected.count("| yes |") == len(QUICK) + len(QUICK_LOGGED), quick_injected
+    bugs = (*QUICK, *QUICK_LOGGED, *QUICK_RESUMED)
+    assert quick_injected.count("| yes |") == len(bugs), quick_injected
+
+
+def test_a_run_that_resumes_with_the_distributed_optimizer_holds(quick_injected: str) -> None:
+    assert "resumed: tensors held" in quick_injected, quick_injected
 
 
 @pytest.mark.slow

@@ -85,3 +85,11 @@ def test_every_finding_differs_as_described_and_holds_with_its_patch(
 ) -> None:
     printed = bench(sample_prefix, tmp_path, "live")
     assert printed.count("| yes |") == 2 * sum(not finding.checkout for finding in REPRODUCED)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(36000)
+def test_findings_of_resumed_runs_are_not_seen(sample_prefix: Path, tmp_path: Path) -> None:
+    names = [finding.id for finding in list_findings() if finding.resumed]
+    printed = bench(sample_prefix, tmp_path, "present", "--only", *names)
+    assert printed.count("| not seen |") == len(names) >= 2, printed

@@ -79,7 +79,9 @@ class Finding:
     own_flags: tuple[str, ...] = ()
     """Megatron's flags of the strategy's run alone (`EXTRA_B=`)."""
     reference: str = ""
-    """Strategy of the reference; empty for one rank."""
+    """Strategy of the reference; empty for one rank, or for the strategy itself if it resumes."""
+    resumed: str = ""
+    """Strategy that saves the checkpoint from which the strategy resumes; `1` is its own, empty is none."""
     stage: CaptureStage | None = None
     """Stage of the first wrong tensor."""
     module: str = ""
@@ -119,6 +121,7 @@ class Finding:
         """Return the `make` command that verifies the first strategy, with `patch` as its `PATCH_FILE=`."""
         variables = {
             "REFERENCE": self.reference,
+            "RESUMED": self.resumed,
             "EXTRA": shlex.join(self.flags),
             "EXTRA_B": shlex.join(self.own_flags),
             "PATCH_FILE": relative_to_root(patch) if patch else "",

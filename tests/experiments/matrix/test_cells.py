@@ -280,3 +280,25 @@ def test_draws_are_legal_and_the_same_for_the_same_seed() -> None:
         picked = {level.factor: level for level in cell.levels}
         row = [picked.get(name, levels[0]) for name, levels in every.items()]
         assert whole.is_legal(cell.family, row, cell.layout.name)
+
+
+def test_resumed_cell_is_compared_with_one_rank_that_was_not_interrupted() -> None:
+    (resumed,) = select_families(load_matrix(), RELEASE, ("resumed",))
+    zero1 = next(layout for layout in resumed.layouts if layout.name == "zero1")
+    levels = resumed.add_needed_levels([resumed.find_level("checkpoint/of-tp2")])
+    own, other = MatrixCell(resumed, zero1), MatrixCell(resumed, zero1, levels)
+    assert [cell.make_pair().saving_strategy for cell in (own, other)] == ["zero1", "tp2"]
+    assert {cell.make_pair().reference_strategy for cell in (own, other)} == {"baseline"}
+    assert "REFERENCE=baseline RESUMED=tp2" in other.format_command()
+    assert own.id != other.id
+    assert own.reference_key == other.reference_key
+
+
+def test_cells_that_resume_and_cells_that_do_not_share_no_reference() -> None:
+    saved = Level("checkpoint", "own", resumed="1")
+    plain = family(factor("norm", "layer"))
+    resumed = family(factor("norm", "layer"), (saved,))
+    cells = [MatrixCell(model_family, TP) for model_family in (plain, resumed)]
+    assert [model_family.is_resumed for model_family in (plain, resumed)] == [False, True]
+    assert cells[0].reference_key != cells[1].reference_key
+    assert cells[0].id != cells[1].id

@@ -162,6 +162,11 @@ def test_each_level_is_compared_once_in_the_first_layout_that_can_have_it() -> N
     assert {cell.layout.name for cell in cells if not cell.levels} == {"tp2", "dp2"}
 
 
+def test_cells_that_resume_are_not_compared() -> None:
+    cells = list_compared_cells(load_matrix(), [Version("0.19.0")])
+    assert {cell.family.name for cell in cells} == {"dense", "moe", "mla"}
+
+
 def test_levels_that_one_version_lacks_are_left_out() -> None:
     model = family(factor("heads", "mha", "gqa", since=Version("0.19.0")))
     both = [Version("0.18.2"), Version("0.19.2")]

@@ -35,7 +35,13 @@ WITHOUT_ONE_OF_ITS_OWN = {
         "clipping/off",
     ),
     # `injected_bugs/resumed` acts on what a checkpoint holds.
-    "resumed": ("checkpoint/of-one-rank", "checkpoint/of-tp2", "checkpoint/of-zero1", "optimizer/muon", "optimizer/precision-aware"),
+    "resumed": (
+        "checkpoint/of-one-rank",
+        "checkpoint/of-tp2",
+        "checkpoint/of-zero1",
+        "optimizer/muon",
+        "optimizer/precision-aware",
+    ),
 }
 """Levels whose own code no injected bug and no live bug breaks: those that act in every model turn
 them."""

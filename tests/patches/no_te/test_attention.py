@@ -1,5 +1,6 @@
 import math
 from collections.abc import Callable
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from megatron_patches.no_te.attention import (
     _attend_gathered,
+    _attend_to_documents,
     _find_mask,
     attend,
     causal_mask,
@@ -15,6 +17,7 @@ from megatron_patches.no_te.attention import (
     gathered_positions,
     has_bias_or_packing,
     hidden_keys,
+    hidden_outside_documents,
     is_plain,
     rank_positions,
 )
@@ -268,3 +271,45 @@ def test_attention_within_documents_is_not_plain(monkeypatch: pytest.MonkeyPatch
             global_vars, "_GLOBAL_ARGS", SimpleNamespace(reset_attention_mask=resets)
         )
         assert is_plain(module) is not resets
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_packed_documents_hide_each_other_on_every_rank(ranks: int) -> None:
+    length, lengths = 16, torch.tensor([0, 5, 6, 16], dtype=torch.int32)
+    document = torch.tensor([0] * 5 + [1] + [2] * 10)
+    hidden = torch.ones(length, length).triu(1).bool() | (document[:, None] != document)
+    for rank in range(ranks):
+        positions = rank_positions(rank, ranks, length // ranks)
+        mask = hidden_outside_documents(lengths, rank, ranks, length // ranks)
+        assert torch.equal(mask[0, 0], hidden[positions])
+
+
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_packed_attention_is_that_of_each_document_alone(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    length, lengths = 16, [0, 5, 6, 16]
+    query, key, value = torch.randn(3, length, 2, 4, dtype=torch.float64)
+    packed = SimpleNamespace(qkv_format="thd", cu_seqlens_q=torch.tensor(lengths))
+    config = SimpleNamespace(context_parallel_size=ranks)
+    attention = SimpleNamespace(config=config)
+    alone = [
+        attend_explicitly(
+            None,
+            *(tensor[start:end, None] for tensor in (query, key, value)),
+            torch.ones(end - start, end - start).triu(1).bool(),
+        )
+        for start, end in pairwise(lengths)
+    ]
+    monkeypatch.setattr(
+        "megatron.core.tensor_parallel.checkpoint", lambda function, _, *tensors: function(*tensors)
+    )
+    order = gathered_positions(ranks, length // ranks)
+    for rank in range(ranks):
+        set_context_group(monkeypatch, rank, ranks)
+        positions = rank_positions(rank, ranks, length // ranks)
+        keys = (key[order], value[order])
+        out = _attend_to_documents(attention, attend_explicitly, query[positions], *keys, packed)
+        torch.testing.assert_close(out, torch.cat(alone)[positions])
