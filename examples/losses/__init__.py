@@ -1,0 +1,1 @@
+"""Loss functions of fine-tuning on fixed rollouts, as files for `PATCH_FILE=`."""

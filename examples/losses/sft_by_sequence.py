@@ -1,0 +1,5 @@
+"""Cross entropy of the response tokens, averaged within each response first: all responses weigh the same."""
+
+from examples.losses.rollouts import sum_over_sequences, train_with
+
+train_with(lambda losses, mask, labels: sum_over_sequences(losses, mask))
