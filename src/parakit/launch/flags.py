@@ -134,9 +134,8 @@ def saving_flags(
     A checkpoint in this format can be loaded with any strategy. With `saves_at_stop` the ranks also save one when
     they are asked to stop.
     """
+    flags = ["--save-interval", str(saving.every), "--ckpt-format", "torch_dist"]
     sharding = parallelism.sharding
-    checkpoint_format = "fsdp_dtensor" if sharding.is_megatron_fsdp else "torch_dist"
-    flags = ["--save-interval", str(saving.every), "--ckpt-format", checkpoint_format]
     if sharding and not sharding.wraps_modules:
         # Without this flag only the strategy that saved an optimizer's shards can load them.
         flags.append("--dist-ckpt-optim-fully-reshardable")

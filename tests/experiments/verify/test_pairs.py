@@ -278,6 +278,14 @@ def test_vocabularies_with_different_padding_are_refused(composed: Composer) -> 
     assert composed("dp2-gpt2-tiny-2cpu", extra=flag)
 
 
+def test_other_numbers_of_samples_in_a_packed_sequence_are_refused(composed: Composer) -> None:
+    packed, other = "--dataloader-inter-document-masking", ("--micro-batch-size", "1")
+    with pytest.raises(LaunchError, match="1 in the strategy and 2 in its reference"):
+        composed("baseline-gpt2-tiny-1cpu", flags=other, extra=packed)
+    assert composed("tp2-gpt2-tiny-2cpu", extra=packed)
+    assert composed("baseline-gpt2-tiny-1cpu", flags=other).mode
+
+
 @contextmanager
 def files_no_larger_than(size_bytes: int) -> Iterator[None]:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -51,6 +51,7 @@ LOG_EVERY_ITERATION = ("--log-interval", "1")
 NATIVE, HF = "native", "hf"
 REIMPLEMENTATIONS = {NATIVE: Backend.NATIVE, HF: Backend.TRANSFORMERS}
 """Backends of references that are another implementation of the model, on one rank, by the value of REFERENCE=."""
+_PACKING = "--dataloader-inter-document-masking"
 _VOCABULARY_MULTIPLE = "--make-vocab-size-divisible-by"
 _BALANCING, _CAPACITY = "--moe-router-load-balancing-type", "--moe-expert-capacity-factor"
 
@@ -438,6 +439,7 @@ def _refuse_other_work(strategy: Launch, reference: Launch) -> None:
                 f"{reference_value} in its reference; give it to both with EXTRA=."
             )
     _refuse_other_padding(strategy, reference)
+    _refuse_other_packing(strategy, reference)
     _refuse_other_balance(strategy, reference)
     _refuse_other_tokens(strategy, reference)
 
@@ -456,6 +458,22 @@ def _refuse_other_padding(strategy: Launch, reference: Launch) -> None:
         f"{reference_rows} in its reference; padding takes part in the softmax, so the two would compute "
         "different losses; leave the flag out, which pads both alike."
     )
+
+
+def _refuse_other_packing(strategy: Launch, reference: Launch) -> None:
+    """Raise LaunchError if the two runs would pack different numbers of samples into one sequence.
+
+    Megatron packs all samples of a micro batch into one sequence, whose tokens are then the rows of every tensor.
+    """
+    flags = Flags(strategy.flags)
+    micro_batch = strategy.spec.batch.micro_batch_size
+    reference_micro_batch = reference.spec.batch.micro_batch_size
+    if flags.has(_PACKING) and micro_batch != reference_micro_batch:
+        raise LaunchError(
+            f"{_PACKING} packs the samples of a micro batch into one sequence, {micro_batch} in the strategy "
+            f"and {reference_micro_batch} in its reference, so tensors have their rows in another order; give "
+            "both the same --micro-batch-size, or leave the flag out."
+        )
 
 
 def _count_embedding_rows(launch: Launch) -> int:
