@@ -14,7 +14,8 @@ def of_one(self, state_dict):
             own["state"] = {**common, **own["state"]}
             settings = optimizer.optimizer.param_groups  # The scheduler sets rates anew.
             own["param_groups"] = [
-                {**mine, **loaded} for mine, loaded in zip(settings, own["param_groups"], strict=True)
+                {**mine, **loaded}
+                for mine, loaded in zip(settings, own["param_groups"], strict=True)
             ]
     load(self, state_dict)
 

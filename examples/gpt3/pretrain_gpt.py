@@ -124,7 +124,7 @@ def read_batch(
 
 
 def packed_parameters(batch: dict[str, Any]) -> PackedSeqParams | None:
-    """Where the documents of a packed micro batch begin, for attention; None if sequences are not packed."""
+    """Return where the documents of a packed micro batch begin; None if sequences are not packed."""
     starts = batch.get("cu_seqlens")
     if starts is None:
         return None

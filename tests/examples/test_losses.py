@@ -81,9 +81,9 @@ def test_context_ranks_add_up_to_the_batch_and_count_each_response_once(
     for rank, positions in enumerate(parts):
         set_context_rank(monkeypatch, rollouts, rank)
         # The other rank's part of the number of responses.
-        others = parts[1 - rank]
+        other_positions = parts[1 - rank]
         lengths = (mask > 0).sum(1, keepdim=True).clamp(min=1)
-        share = ((mask[:, others] > 0) / lengths).sum()
+        share = ((mask[:, other_positions] > 0) / lengths).sum()
         monkeypatch.setattr(
             torch.distributed, "all_reduce", lambda tensor, group, share=share: tensor.add_(share)
         )

@@ -15,6 +15,11 @@ QUICK_LOGGED = ("logged-loss-doubled",)
 
 QUICK_RESUMED = ("moments-not-resumed",)
 """Of a run that resumes."""
+PACKED_FLAGS = (
+    *("--num-layers", "1", "--calculate-per-token-loss"),
+    *("--dataloader-inter-document-masking", "--micro-batch-size", "1"),
+)
+"""Flags of a healthy run whose sequences are packed from documents."""
 
 
 def bench(sample_prefix: Path, folder: Path, *bench_arguments: str) -> str:
@@ -39,7 +44,7 @@ def bench(sample_prefix: Path, folder: Path, *bench_arguments: str) -> str:
 
 
 def quick_injected(runs: Path, data: Path, ranks: ForkedRanks) -> str:
-    """What is printed of `QUICK`, `QUICK_LOGGED` and `QUICK_RESUMED`, and the verdict of a healthy resumed run."""
+    """What is printed of `QUICK`, `QUICK_LOGGED` and `QUICK_RESUMED`, and the verdicts of healthy runs."""
     folder = runs / "quick_injected"
     folder.mkdir()
     verifier = Verifier(folder, ranks)
@@ -52,6 +57,13 @@ def quick_injected(runs: Path, data: Path, ranks: ForkedRanks) -> str:
     healthy = bench.verify(
         *("zero1", "gpt2-tiny", 2, ("--num-layers", "1")), iteration=None, resumed="1"
     )
-    printed = "\n".join((*(row.line() for row in rows), f"resumed: {healthy.verdict.sentence}"))
+    tuned = bench.verify(
+        *("cp2", "gpt2-tiny", 2, PACKED_FLAGS), ROOT / "examples/losses/grpo.py", both=True
+    )
+    sentences = (
+        f"resumed: {healthy.verdict.sentence}",
+        f"fine-tuned: {tuned.verdict.sentence}",
+    )
+    printed = "\n".join((*(row.line() for row in rows), *sentences))
     verifier.remove_references()
     return printed

@@ -25,6 +25,10 @@ def test_a_run_that_resumes_with_the_distributed_optimizer_holds(quick_injected:
     assert "resumed: tensors held" in quick_injected, quick_injected
 
 
+def test_grpo_on_packed_sequences_holds_under_context_parallelism(quick_injected: str) -> None:
+    assert "fine-tuned: tensors held" in quick_injected, quick_injected
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(36000)
 def test_every_injected_bug_is_found_at_its_stage_and_module(

@@ -286,12 +286,12 @@ def test_resumed_cell_is_compared_with_one_rank_that_was_not_interrupted() -> No
     (resumed,) = select_families(load_matrix(), RELEASE, ("resumed",))
     zero1 = next(layout for layout in resumed.layouts if layout.name == "zero1")
     levels = resumed.add_needed_levels([resumed.find_level("checkpoint/of-tp2")])
-    own, other = MatrixCell(resumed, zero1), MatrixCell(resumed, zero1, levels)
-    assert [cell.make_pair().saving_strategy for cell in (own, other)] == ["zero1", "tp2"]
-    assert {cell.make_pair().reference_strategy for cell in (own, other)} == {"baseline"}
+    plain, other = MatrixCell(resumed, zero1), MatrixCell(resumed, zero1, levels)
+    assert [cell.make_pair().saving_strategy for cell in (plain, other)] == ["zero1", "tp2"]
+    assert {cell.make_pair().reference_strategy for cell in (plain, other)} == {"baseline"}
     assert "REFERENCE=baseline RESUMED=tp2" in other.format_command()
-    assert own.id != other.id
-    assert own.reference_key == other.reference_key
+    assert plain.id != other.id
+    assert plain.reference_key == other.reference_key
 
 
 def test_cells_that_resume_and_cells_that_do_not_share_no_reference() -> None:
