@@ -11,8 +11,8 @@ import pytest
 
 from parakit.config.files import ROOT, read_yaml
 from parakit.experiments.verify.verifier import ForkedRanks, Verifier
+from parakit.launch import SMALL_SAMPLE
 from parakit.launch.job import parse_target
-from parakit.launch.options import SMALL_SAMPLE
 from tests.verify.bench import Bench
 
 LOSSES = ROOT / "examples/losses"
