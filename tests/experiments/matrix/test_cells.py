@@ -14,7 +14,12 @@ from packaging.version import Version
 
 from parakit.config.errors import LaunchError
 from parakit.config.files import relative_to_root
-from parakit.experiments.matrix.cell import MatrixCell, apply_known_patches, find_uncured
+from parakit.experiments.matrix.cell import (
+    MatrixCell,
+    affects_cell,
+    apply_known_patches,
+    find_uncured,
+)
 from parakit.experiments.matrix.cells import choose_cells, choose_rows, draw_cells
 from parakit.experiments.matrix.commands import select_families
 from parakit.experiments.matrix.definition import Exclusion, Family, Layout, Level, load_matrix
@@ -302,3 +307,12 @@ def test_cells_that_resume_and_cells_that_do_not_share_no_reference() -> None:
     assert [model_family.is_resumed for model_family in (plain, resumed)] == [False, True]
     assert cells[0].reference_key != cells[1].reference_key
     assert cells[0].id != cells[1].id
+
+
+def test_finding_of_a_resumed_run_affects_only_cells_that_resume_from_its_strategy() -> None:
+    finding = next(finding for finding in list_findings() if finding.fails and finding.resumed)
+    finding = replace(finding, model="gpt2-tiny", strategies=("tp2",))
+    saved = [Level("checkpoint", name, resumed=name) for name in ("", "pp2", "dp2")]
+    families = [family(factor("norm", "layer"), (level,)) for level in saved]
+    affected = [affects_cell(finding, MatrixCell(model_family, TP)) for model_family in families]
+    assert affected == [False, True, False]

@@ -216,9 +216,12 @@ def affects_cell(finding: Finding, cell: MatrixCell) -> bool:
     """Return True if the finding's error is expected in the cell.
 
     The cell must have all flags of the finding, and its strategy must split each dimension that one of the
-    finding's strategies splits. A finding without a patch file affects no cell, and a finding on a model with
-    experts affects only cells whose model has experts.
+    finding's strategies splits. A finding without a patch file affects no cell, a finding on a model with
+    experts affects only cells whose model has experts, and a finding on a resumed run affects only cells that resume
+    from a checkpoint of the same strategy.
     """
+    if finding.resumed and finding.resumed != cell.resumed:
+        return False
     if not finding.patch.is_file() or not has_flags(finding.own_flags, cell.strategy_flags):
         return False
     if has_experts(finding.model) and not has_experts(cell.family.model):
