@@ -226,7 +226,7 @@ def build_datasets(samples: tuple[int, int, int], vp_stage: int | None = None) -
 
     def reads_data() -> bool:
         at_an_end: bool = is_first_or_last_pipeline_stage(vp_stage)
-        is_read = at_an_end or args.dataloader_inter_document_masking
+        is_read: bool = at_an_end or args.dataloader_inter_document_masking
         return is_read and mpu.get_tensor_model_parallel_rank() == 0
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
