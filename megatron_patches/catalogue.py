@@ -35,6 +35,7 @@ from megatron_patches.fused import (
     multi_tensor,
     norm,
 )
+from megatron_patches.logprob import rank as logprob
 from megatron_patches.no_te import adam_step, attention, router_gate, sequence_parallel_norm
 from megatron_patches.registry import Patch
 
@@ -72,4 +73,5 @@ PATCHES: tuple[Patch, ...] = (
     numpy2_compat.PATCH,
     adam_step.PATCH,
     capture.PATCH,
+    logprob.PATCH,
 )

@@ -31,6 +31,7 @@ TORCH_MODULES = (
     "parakit.convert.hf.into_megatron",
     "parakit.convert.hf.random_model",
     "parakit.convert.hf.reference",
+    "parakit.convert.hf.serve",
     "parakit.convert.hf.tensor_files",
     "parakit.launch.microbenchmark_rank",
 )

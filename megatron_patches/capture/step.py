@@ -13,8 +13,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from copy import copy
-from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,6 +21,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 
+from megatron_patches.capture.data import replay_data, unwrap_chunk
 from megatron_patches.capture.norm import NormMembership
 from megatron_patches.capture.parameters import ParameterMap
 from megatron_patches.capture.probes import Probes, list_modules
@@ -136,7 +135,7 @@ def _record_initial_weights(
     Nothing is recorded under Megatron-FSDP, or if Megatron does not initialise the weights.
     """
     is_fsdp = any(map(is_megatron_fsdp, model))
-    chunks = [_unwrap_chunk(chunk) for chunk in model]
+    chunks = [unwrap_chunk(chunk) for chunk in model]
     # Without initialization the weights are what the memory held before.
     is_initialised = chunks[0].config.perform_initialization
     if is_initialised and not (_INITIAL or is_fsdp):
@@ -151,7 +150,7 @@ class _Watch:
         self.model, self.optimizer, self.scheduler = list(model), optimizer, scheduler
         self.seeds = int(os.environ.get(variables.CAPTURE_SEEDS, "0"))
         self.folder = Path(os.environ[variables.CAPTURE]) / f"rank-{torch.distributed.get_rank()}"
-        self.chunks = [_unwrap_chunk(chunk) for chunk in model]
+        self.chunks = [unwrap_chunk(chunk) for chunk in model]
         self.names = gather_module_names(self.chunks)
         self.writer = CaptureWriter(self.folder)
         self.recording = Recording(self.writer, _open_forced_tensors(self.folder.name))
@@ -207,7 +206,7 @@ class _Watch:
             snapshot = Snapshot(self.chunks, self.optimizer, self.scheduler)
         state_norms = list(self._measure_states()) if self.seeds else []
         self._write_schedule()
-        with _replay_data(data) as rewind:
+        with replay_data(data) as rewind:
             result, groups = self._run(call, forward_step, self.recording)
             self.hash_weights()
             self.writer.flush()
@@ -373,7 +372,7 @@ class _Watch:
         def forward_and_report(data: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
             sink.begin_micro_batch()
             self._write_parts()
-            micro_batch = probes.begin_micro_batch(self.chunks.index(_unwrap_chunk(model)))
+            micro_batch = probes.begin_micro_batch(self.chunks.index(unwrap_chunk(model)))
             output, loss_function = forward_step(data, model, *args, **kwargs)
             _write_loss_masks(sink, loss_function, micro_batch)
             return output, _wrap_loss(sink, loss_function, micro_batch)
@@ -602,71 +601,6 @@ def _write_norms(sink: Sink, returned_norm: Any, clipping_norms: Sequence[Any]) 
         if norm is not None and (clipping_norms or float(norm) > 0):
             key = TensorKey(CaptureStage.NORM, "grad_norm", slot)
             sink.write(key, fp64_scalar(float(norm)))
-
-
-def _unwrap_chunk(chunk: Any) -> Any:
-    """Return a model chunk without its wrappers, also without the inner wrapper of Megatron-FSDP."""
-    # Every version of Megatron has the function in this module.
-    from megatron.training.checkpointing import unwrap_model
-
-    chunk = unwrap_model(chunk)
-    while is_megatron_fsdp(chunk):
-        chunk = unwrap_model(chunk.module)
-    return chunk
-
-
-@dataclass(frozen=True)
-class _ReplayedIterator:
-    """One of Megatron's data iterators, its source, and the micro batches that were read so far."""
-
-    iterator: Any
-    source: Iterator[Any]
-    read_batches: list[Any] = field(default_factory=list)
-
-    def rewind(self) -> None:
-        """Let the iterator read the stored micro batches from the first one on, and then further ones.
-
-        The first call replaces the iterator's source by one that stores what it gives.
-        """
-        self.iterator.iterable = self._repeat_and_continue()
-
-    def _repeat_and_continue(self) -> Iterator[Any]:
-        """Yield copies of the micro batches that were read, then of further ones, which are stored."""
-        for batch in tuple(self.read_batches):
-            yield copy(batch)
-        for batch in self.source:
-            self.read_batches.append(batch)
-            yield copy(batch)
-
-
-@contextmanager
-def _replay_data(data: Any) -> Iterator[Callable[[], None]]:
-    """Yield a function that makes data iterators give the same micro batches again.
-
-    Within the context, the iterators read from a source that stores each micro batch. When the context ends, they
-    read from their own sources again.
-
-    Args:
-        data: One iterator, a list of iterators, or None on ranks without data.
-    """
-    iterators = data if isinstance(data, list) else [data]
-    replayed = [
-        _ReplayedIterator(iterator, iterator.iterable)
-        for iterator in iterators
-        if iterator is not None
-    ]
-
-    def rewind() -> None:
-        for replayed_iterator in replayed:
-            replayed_iterator.rewind()
-
-    # The first call stores nothing again: it replaces the sources, so that all micro batches are stored from now on.
-    rewind()
-    try:
-        yield rewind
-    finally:
-        for replayed_iterator in replayed:
-            replayed_iterator.iterator.iterable = replayed_iterator.source
 
 
 PATCH = Patch(

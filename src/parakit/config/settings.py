@@ -67,6 +67,10 @@ REFERENCE = Setting(
     TEXT,
     "strategy to compare with (baseline, on one rank), native: plain PyTorch, or hf: transformers",
 )
+TRAIN = Setting("TRAIN", TEXT, "strategy of the trainer, such as ep2pp2")
+SERVE = Setting(
+    "SERVE", TEXT, "engine that serves: hf, megatron, a strategy, or a folder that an engine wrote"
+)
 RESUMED = Setting(
     "RESUMED",
     "1 or a strategy",

@@ -51,6 +51,8 @@ CAPTURE_PARTS = "KIT_CAPTURE_PARTS"
 """If set, each gradient is also written as the contributions of the micro batches and of the
 iteration before.
 """
+LOGPROB = "KIT_LOGPROB"
+"""File of a `ScoreRequest`: the ranks score tokens in place of the first training step, and end."""
 
 STACKS = "KIT_STACKS"
 """Folder for the ranks' Python stacks, written on `STACKS_SIGNAL`."""

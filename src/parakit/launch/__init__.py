@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from parakit.launch.devices import visible_gpus
     from parakit.launch.execute import execute_launch
     from parakit.launch.flags import CPU_RANK_ENVIRONMENT, saving_flags
-    from parakit.launch.hub import fetch_model_folder
+    from parakit.launch.hub import export_hf, fetch_model_folder
     from parakit.launch.initial_checkpoint import ensure_initial_checkpoint
     from parakit.launch.job import Job, format_make_command, parse_devices, parse_target
     from parakit.launch.options import (
@@ -75,6 +75,7 @@ __all__ = [
     "describe_vocabulary_change",
     "ensure_initial_checkpoint",
     "execute_launch",
+    "export_hf",
     "fetch_model_folder",
     "find_entry",
     "format_command_line",

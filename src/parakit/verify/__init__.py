@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from parakit.verify.page import write_page
     from parakit.verify.parts import explain_by_parts, needs_parts
     from parakit.verify.reassemble import reassemble_to_one_rank
+    from parakit.verify.tolerance import find_token_loss_tolerance
     from parakit.verify.verdict import (
         Judgement,
         confirm,
@@ -43,6 +44,7 @@ __all__ = [
     "confirm",
     "count_seeds",
     "explain_by_parts",
+    "find_token_loss_tolerance",
     "find_unstable_iteration",
     "judge",
     "list_findings",

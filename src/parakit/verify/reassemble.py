@@ -60,13 +60,15 @@ _RankPair = tuple[int, int]
 """Context-parallel and tensor-parallel rank."""
 
 
-def reassemble_to_one_rank(reference: Capture, strategy: Capture, folder: Path) -> Capture:
+def reassemble_to_one_rank(reference: Capture, strategy: Capture | None, folder: Path) -> Capture:
     """Join the captures of all ranks of the reference to the capture of one rank, and write it to `folder`.
 
     If the reference has one rank, or the same parallel sizes as the strategy, nothing is written and the
-    reference itself is returned.
+    reference itself is returned. Without a strategy several ranks are always joined.
     """
-    has_same_layout = layout_signature(reference.first) == layout_signature(strategy.first)
+    has_same_layout = strategy is not None and layout_signature(
+        reference.first
+    ) == layout_signature(strategy.first)
     if len(reference.ranks) == 1 or has_same_layout:
         return reference
     target = folder / "rank-0"
@@ -74,8 +76,10 @@ def reassemble_to_one_rank(reference: Capture, strategy: Capture, folder: Path) 
         joiner = _Joiner(reference, writer)
         joiner.join_activations()
         joiner.join_parameters()
-        responses = {"|".join(key): response for key, response in reference.responses().items()}
-        (target / RESPONSES_FILE).write_text(json.dumps(responses))
+        # Only a reference that was repeated with rounding probes has responses.
+        if all((rank.folder / RESPONSES_FILE).is_file() for rank in reference.ranks):
+            responses = {"|".join(key): value for key, value in reference.responses().items()}
+            (target / RESPONSES_FILE).write_text(json.dumps(responses))
         writer.close(joiner.describe_rank())
     return read_capture(folder)
 

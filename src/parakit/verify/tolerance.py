@@ -14,6 +14,7 @@ import numpy as np
 from parakit.artifacts.capture import (
     BUFFER,
     LOSS,
+    PER_TOKEN_LOSS,
     RECOMPUTED_PREFIX,
     START_BUFFER,
     START_WEIGHT,
@@ -21,7 +22,7 @@ from parakit.artifacts.capture import (
     CaptureStage,
     TensorRecord,
 )
-from parakit.verify.captured import PARAMETERS, Array, Capture
+from parakit.verify.captured import PARAMETERS, Array, Capture, VerifyError
 from parakit.verify.comparison import ComparisonKey
 
 RESPONSES = 6.0
@@ -101,6 +102,25 @@ class Tolerances:
             num_tokens = rank.sequence_length * rank.micro_batch_size
             rounding = max(rounding, EPSILON["float32"] * float(np.sqrt(num_tokens)))
         return rounding
+
+
+def find_token_loss_tolerance(reference: Capture) -> float:
+    """Return the relative error up to which rounding explains a difference of the loss per token.
+
+    Args:
+        reference: Capture with measured responses.
+
+    Raises:
+        VerifyError: The capture has no loss per token.
+    """
+    key = (CaptureStage.LOSS, LOSS, PER_TOKEN_LOSS)
+    for record in reference.ranks[-1].records:
+        tensor_key = record.tensor_key
+        if (tensor_key.stage, tensor_key.name, tensor_key.slot) == key:
+            return Tolerances(reference).tolerance_for(key, record)
+    raise VerifyError(
+        f"{reference.folder} holds no loss per token, so there is nothing to compare."
+    )
 
 
 def find_rounding_flips(

@@ -90,7 +90,7 @@ class ReferenceTaps(Taps):
         """Return Megatron's name of a module and the inputs and outputs to capture. None means that nothing is
         captured.
         """
-        megatron_name = _find_megatron_name(name)
+        megatron_name = find_megatron_name(name)
         point = find_module_slots(megatron_name) if megatron_name else None
         if megatron_name is None or point is None:
             return None
@@ -100,7 +100,7 @@ class ReferenceTaps(Taps):
         return megatron_name, point
 
 
-def _find_megatron_name(name: str) -> str | None:
+def find_megatron_name(name: str) -> str | None:
     """Return Megatron's name of a module of `transformers`; None if Megatron has no such module."""
     in_layer = _LAYER_NAME.fullmatch(name)
     if in_layer is None:

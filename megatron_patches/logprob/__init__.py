@@ -1,0 +1,1 @@
+"""Score tokens with Megatron in place of training: `make verify-logprob`."""

@@ -1,0 +1,1 @@
+"""Run a trainer and a serving engine on the same tokens, and explain why their log probabilities differ."""

@@ -1,0 +1,80 @@
+"""Judge two scored sides: whether they agree within rounding, and if not, why and where."""
+
+from __future__ import annotations
+
+from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
+from parakit.experiments.logprob.sides import GENERATED, Sides
+from parakit.logprob import (
+    FirstModule,
+    GapChange,
+    LogprobVerdict,
+    ModuleSide,
+    Step,
+    measure_gap,
+    price_causes,
+)
+from parakit.verify import Capture, VerifyError, judge
+
+LAYOUT = "layout"
+
+
+def judge_sides(sides: Sides) -> LogprobVerdict:
+    """Score both sides, and return the verdict.
+
+    The gap is split along a path of changes from the trainer to the serving engine. The first change takes the
+    trainer's layout away. All further changes are made on one rank. If the gap is within rounding, nothing is changed.
+    """
+    prompt_tokens, tolerance = sides.prompt_tokens, sides.relative_tolerance
+    training = sides.training.select(prompt_tokens)
+    serving = sides.read_serving(GENERATED)
+    total = measure_gap(training, serving)
+    if total.relative_error <= tolerance:
+        return LogprobVerdict(VerifyOutcome.HELD, total, tolerance)
+    bridge = sides.bridge.select(prompt_tokens)
+    explanation = sides.explain()
+    changes = []
+    if measure_gap(training, bridge).relative_error > tolerance:
+        changes.append(GapChange(Step(LAYOUT, total, measure_gap(bridge, serving))))
+    for step in explanation.steps:
+        changes.append(GapChange(step, explanation.evidence.get(step.hypothesis, "")))
+    return LogprobVerdict(
+        VerifyOutcome.DIFFERS,
+        total,
+        tolerance,
+        causes=price_causes(total, changes),
+        remaining=explanation.remaining,
+        first_module=_find_first_module(sides),
+        tried=explanation.tried,
+    )
+
+
+def _find_first_module(sides: Sides) -> FirstModule | None:
+    """Return the first module whose output differs from the bridge's: the trainer's, or else the serving engine's.
+
+    None means that no captured module differs, or that the captures cannot be compared.
+    """
+    captures = {ModuleSide.TRAINING: sides.training.capture}
+    served = sides.serving_capture
+    if served is not None:
+        captures[ModuleSide.SERVING] = served
+    for side, capture in captures.items():
+        first = _find_first_wrong(sides.bridge.capture, capture)
+        if first is not None:
+            return FirstModule(
+                side=side,
+                module=first.module or "",
+                tensor=first.tensor or "",
+                source=first.source or "",
+                worst=first.worst or "",
+                kind=first.kind or "",
+            )
+    return None
+
+
+def _find_first_wrong(reference: Capture, capture: Capture) -> VerifyVerdict | None:
+    """Return the verdict on a capture that differs from the reference; None if all compared tensors agree."""
+    try:
+        verdict = judge(reference, capture).verdict
+    except VerifyError:
+        return None
+    return verdict if verdict.verdict is VerifyOutcome.DIFFERS else None

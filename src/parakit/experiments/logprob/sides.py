@@ -1,0 +1,261 @@
+"""Score the same tokens with the trainer and with the serving engine, each in processes of its own.
+
+The trainer is scored twice: in the training layout, and on one rank (the bridge). The bridge computes what the
+trainer computes, without its layout, so one thing at a time can be changed on it.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from rich.console import Console
+
+from parakit.artifacts.checkpoints import find_checkpoints
+from parakit.config import variables
+from parakit.config.errors import LaunchError
+from parakit.config.files import ROOT
+from parakit.config.flags import Flags
+from parakit.config.run import DeviceKind
+from parakit.config.strategy import count_devices
+from parakit.experiments.logprob.scores import ScoredCapture, read_scored_capture
+from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair
+from parakit.experiments.verify.verifier import RANK_ENVIRONMENT, ForkedRanks
+from parakit.launch import Launch, Options, make_sample, parse_target
+from parakit.logprob import (
+    EXPLAINED_FILE,
+    SCORES_FILE,
+    SEQUENCES_FILE,
+    Explanation,
+    ScoreRequest,
+    Task,
+    TokenLogProbabilities,
+    read_explanation,
+)
+from parakit.verify import Capture, find_token_loss_tolerance, read_capture
+
+HF, MEGATRON, CAPTURE = "hf", "megatron", "capture"
+WHOLE, GENERATED = "whole", "generated"
+"""Two ways in which an engine scores: a forward pass per sequence, and token by token with a KV cache."""
+NUM_PROBES = 4
+"""Repetitions of the bridge with rounding errors; the last one also rounds module inputs."""
+SEQUENCES, PROMPT_FRACTION = 4, 4
+"""Sequences that are scored, and the part of each that is the prompt: a fourth."""
+
+
+class SideError(ValueError):
+    """One side could not be scored; the message names its log."""
+
+
+@dataclass(frozen=True)
+class SidesRequest:
+    """What is compared."""
+
+    train: str
+    """Strategy of the trainer, such as `ep2pp2`."""
+    serve: str
+    """`hf`, `megatron`, a strategy of Megatron, or a file or folder that an engine wrote."""
+    model: str
+    options: Options
+    served_model: Path | None = None
+    """Folder of Hugging Face that the engine serves; None exports the trainer's weights."""
+    serve_flags: tuple[str, ...] = ()
+    """Megatron's flags for the serving side alone."""
+    serve_patch: Path | None = None
+    """A Python file that the serving process executes before it loads the model."""
+    is_bf16: bool = False
+
+    @cached_property
+    def verification(self) -> Verification:
+        """The launches of the trainer in its layout (`strategy`) and on one rank (`reference`).
+
+        Raises:
+            LaunchError: The model or the strategy is unknown, or does not fit.
+        """
+        devices = 1 if self.train == "baseline" else count_devices(self.train)
+        options = replace(
+            self.options,
+            model=self.model,
+            iterations=1,
+            global_batch_size=self.options.global_batch_size or SEQUENCES,
+        )
+        job = parse_target(
+            f"train-{self.train}-{_get_model_name(self.model)}-{devices}cpu", options
+        )
+        assert job.device is DeviceKind.CPU
+        return compose_pair(LaunchPair(job, "baseline", is_bf16=self.is_bf16))
+
+    @property
+    def dtype(self) -> str:
+        """PyTorch's name of the dtype in which both sides compute."""
+        return "bfloat16" if self.is_bf16 else "float32"
+
+
+def _get_model_name(model: str) -> str:
+    """Return the name of a model that is given by its name or by a file."""
+    return Path(model).stem if "/" in model else model
+
+
+@dataclass
+class Sides:
+    """Runs both sides, and keeps their results in one folder."""
+
+    request: SidesRequest
+    folder: Path
+    ranks: ForkedRanks
+    console: Console = field(default_factory=lambda: Console(quiet=True))
+
+    def prepare(self) -> None:
+        """Make the sample data and the initial weights that the trainer needs."""
+        reference = self.request.verification.reference
+        make_sample(reference.data, self.console)
+        self.ranks.ensure_start(reference)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def training(self) -> ScoredCapture:
+        """The trainer in its layout."""
+        return self._score_megatron("training", self.request.verification.strategy, num_probes=0)
+
+    @cached_property
+    def bridge(self) -> ScoredCapture:
+        """The trainer on one rank, with measured responses to rounding."""
+        return self._score_megatron("bridge", self.request.verification.reference, NUM_PROBES)
+
+    @cached_property
+    def relative_tolerance(self) -> float:
+        """Relative error of the tokens' log probabilities that rounding explains."""
+        return find_token_loss_tolerance(self.bridge.capture)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Number of tokens per sequence that are its prompt."""
+        return max(1, self.bridge.tokens.shape[1] // PROMPT_FRACTION)
+
+    @cached_property
+    def serving(self) -> Path:
+        """Folder of the serving engine's results: `generated` and `whole`, and a capture.
+
+        Raises:
+            SideError: The engine could not be run.
+        """
+        serve = self.request.serve
+        if serve == HF:
+            return self._serve_with_transformers()
+        raise LaunchError(f"SERVE={serve} is not known; name hf.")
+
+    def read_serving(self, way: str) -> TokenLogProbabilities:
+        """Return the log probabilities of the serving engine, in one way of scoring."""
+        return TokenLogProbabilities.read(self.serving / way / SCORES_FILE)
+
+    @cached_property
+    def serving_capture(self) -> Capture | None:
+        """The modules' outputs of the serving engine; None if it wrote none."""
+        folder = self.serving / "capture"
+        return read_capture(folder) if folder.is_dir() else None
+
+    def explain(self) -> Explanation:
+        """Return the causes of the gap between the bridge and the serving engine."""
+        folder = self.folder / "explained"
+        request = ScoreRequest(
+            task=Task.EXPLAIN,
+            folder=str(folder),
+            prompt_tokens=self.prompt_tokens,
+            serving=str(self.serving),
+            relative_tolerance=self.relative_tolerance,
+        )
+        self._run(self.request.verification.reference, request, folder)
+        return read_explanation(folder / EXPLAINED_FILE)
+
+    def _score_megatron(self, part: str, launch: Launch, num_probes: int) -> ScoredCapture:
+        """Run the forward passes of a launch, and return the scored tokens."""
+        folder = self.folder / part
+        request = ScoreRequest(task=Task.CAPTURE, folder=str(folder), num_probes=num_probes)
+        self._run(launch, request, folder)
+        return read_scored_capture(folder, self.folder / f"{part}-joined")
+
+    def _run(self, launch: Launch, request: ScoreRequest, folder: Path) -> None:
+        """Run a request on the ranks of a launch.
+
+        Raises:
+            SideError: A rank failed.
+        """
+        folder.mkdir(parents=True)
+        path = folder / "request.json"
+        request.write(path)
+        environment = {**launch.environment, variables.LOGPROB: str(path)}
+        failure = self.ranks.run(replace(launch, environment=environment), folder / "log.txt")
+        if failure:
+            raise SideError(f"The {folder.name} side {failure}")
+
+    def _serve_with_transformers(self) -> Path:
+        """Score the trainer's tokens with transformers, and return the folder of the results."""
+        folder = self.folder / "serving"
+        sequences = self.folder / SEQUENCES_FILE
+        np.save(sequences, self.bridge.tokens)
+        arguments = {
+            "--folder": self.request.served_model or self._export_weights(),
+            "--sequences": sequences,
+            "--like": self.bridge.capture.ranks[0].folder,
+            "--out": folder,
+            "--prompt": self.prompt_tokens,
+            "--dtype": self.request.dtype,
+        }
+        if self.request.serve_patch is not None:
+            arguments["--patch"] = self.request.serve_patch
+        command = [sys.executable, "-m", "parakit.convert.hf.serve"]
+        for name, value in arguments.items():
+            command += [name, str(value)]
+        run_logged(command, self.folder / "serving.log", "serving")
+        return folder
+
+    def _export_weights(self) -> Path:
+        """Write the trainer's weights in Hugging Face's format, with all rows of the vocabulary; return the folder.
+
+        The rows with which Megatron pads the vocabulary are exported, too, because Megatron's softmax counts them.
+        """
+        from parakit.convert import ConversionProgress, export_model
+
+        launch = self.request.verification.reference
+        assert launch.initial_checkpoint is not None
+        checkpoint = find_checkpoints(launch.initial_checkpoint)[0].path
+        target = self.folder / "exported"
+        shape = launch.model.shape
+        rows = self.count_rows(launch)
+        export_model(
+            checkpoint,
+            launch.flags,
+            replace(shape, vocabulary=rows),
+            None,
+            target,
+            ConversionProgress(self.console),
+        )
+        return target
+
+    @staticmethod
+    def count_rows(launch: Launch) -> int:
+        """Return the rows of a launch's embedding, with Megatron's padding."""
+        multiple = Flags(launch.flags).integer("--make-vocab-size-divisible-by")
+        shape = replace(launch.model.shape, vocabulary_multiple=multiple)
+        return shape.padded_vocabulary(launch.spec.parallelism.tensor)
+
+
+def run_logged(command: list[str], log: Path, name: str) -> None:
+    """Run a program in the repository's folder, and write what it prints to a log.
+
+    Raises:
+        SideError: The program failed; the message has the last line of the log.
+    """
+    environment = {**os.environ, **RANK_ENVIRONMENT}
+    with log.open("wb") as file:
+        code = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False
+        ).returncode
+    if code:
+        last_line = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+        raise SideError(f"The {name} side ended with {code}: {last_line} The log is {log}")

@@ -1,0 +1,58 @@
+"""Compare the log probabilities of a trainer and of a serving engine, and find the causes of their gap.
+
+This package is arithmetic on log probabilities, and the formats in which processes exchange them. It runs no model.
+"""
+
+from typing import TYPE_CHECKING
+
+from parakit.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from parakit.logprob.explain import Explanation, Step, find_steps, read_explanation
+    from parakit.logprob.gap import Gap, TokenLogProbabilities, measure_gap, subtract
+    from parakit.logprob.hypotheses import FAMILIES, CauseKind, split_hypothesis, state_cause
+    from parakit.logprob.request import (
+        EXPLAINED_FILE,
+        SCORES_FILE,
+        SEQUENCES_FILE,
+        ScoreRequest,
+        Task,
+        read_request,
+    )
+    from parakit.logprob.verdict import (
+        Cause,
+        FirstModule,
+        GapChange,
+        LogprobVerdict,
+        ModuleSide,
+        price_causes,
+    )
+else:
+    __getattr__ = lazy_names(__name__, __file__)
+
+__all__ = [
+    "EXPLAINED_FILE",
+    "FAMILIES",
+    "SCORES_FILE",
+    "SEQUENCES_FILE",
+    "Cause",
+    "CauseKind",
+    "Explanation",
+    "FirstModule",
+    "Gap",
+    "GapChange",
+    "LogprobVerdict",
+    "ModuleSide",
+    "ScoreRequest",
+    "Step",
+    "Task",
+    "TokenLogProbabilities",
+    "find_steps",
+    "measure_gap",
+    "price_causes",
+    "read_explanation",
+    "read_request",
+    "split_hypothesis",
+    "state_cause",
+    "subtract",
+]

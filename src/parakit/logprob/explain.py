@@ -1,0 +1,90 @@
+"""Split a gap into causes: apply the change that lowers it most, measure again, and go on from there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+
+from parakit.artifacts.io import atomic_write
+from parakit.logprob.gap import Gap
+from parakit.logprob.hypotheses import split_hypothesis
+
+Measure = Callable[[tuple[str, ...]], Gap]
+"""Function that returns the gap when the named changes are applied together."""
+
+LEAST_FRACTION = 0.1
+"""Fraction of the remaining KL that a change must remove to be a cause."""
+MOST_CAUSES = 4
+
+
+class Step(msgspec.Struct, frozen=True):
+    """One change that lowered the gap, with the gap before and after it."""
+
+    hypothesis: str
+    before: Gap
+    after: Gap
+
+
+class Explanation(msgspec.Struct, frozen=True):
+    """The changes that lower a gap, in the order in which they were applied."""
+
+    first: Gap
+    """Gap without any change."""
+    steps: tuple[Step, ...]
+    evidence: dict[str, str] = {}
+    """What was observed about a hypothesis besides the gap, by hypothesis."""
+    tried: tuple[str, ...] = ()
+    """All hypotheses that were measured."""
+
+    @property
+    def remaining(self) -> Gap:
+        """Gap with all changes applied."""
+        return self.steps[-1].after if self.steps else self.first
+
+    def write(self, path: Path) -> None:
+        """Write the explanation as JSON."""
+        with atomic_write(path) as file:
+            file.write(msgspec.json.encode(self))
+
+
+def read_explanation(path: Path) -> Explanation:
+    """Read an explanation that `Explanation.write` wrote."""
+    return msgspec.json.decode(path.read_bytes(), type=Explanation)
+
+
+def find_steps(
+    measure: Measure, hypotheses: Sequence[str], relative_tolerance: float
+) -> tuple[Gap, tuple[Step, ...]]:
+    """Return the gap without changes, and the changes that lower it to rounding, or as far as changes can.
+
+    In each round every hypothesis is measured together with the changes so far, and the one with the smallest KL is
+    kept. Of two hypotheses that both leave only rounding, the first in the order of `hypotheses` is kept, so specific
+    ones come before general ones.
+
+    Args:
+        measure: Applies changes and returns the gap.
+        hypotheses: Names of the changes, `family` or `family=value`. At most one per family is kept.
+        relative_tolerance: Relative error up to which rounding explains a gap.
+    """
+    first = current = measure(())
+    steps: list[Step] = []
+    while current.relative_error > relative_tolerance and len(steps) < MOST_CAUSES:
+        applied = tuple(step.hypothesis for step in steps)
+        used_families = {split_hypothesis(hypothesis)[0] for hypothesis in applied}
+        best: Step | None = None
+        for hypothesis in hypotheses:
+            if split_hypothesis(hypothesis)[0] in used_families:
+                continue
+            after = measure((*applied, hypothesis))
+            if best is None or after.kl_nats < best.after.kl_nats:
+                best = Step(hypothesis, current, after)
+            if after.relative_error <= relative_tolerance:
+                best = Step(hypothesis, current, after)
+                break
+        if best is None or best.after.kl_nats > (1 - LEAST_FRACTION) * current.kl_nats:
+            break
+        steps.append(best)
+        current = best.after
+    return first, tuple(steps)

@@ -1,0 +1,182 @@
+"""The verdict on two engines: the gap, its causes with their prices, and the first module that differs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import msgspec
+
+from parakit.artifacts.verdict import VerifyOutcome
+from parakit.logprob.explain import Step
+from parakit.logprob.gap import Gap
+from parakit.logprob.hypotheses import FAMILIES, CauseKind, split_hypothesis, state_cause
+
+NOTHING = 0.005
+"""Fraction of KL below which a kind of cause explains nothing."""
+
+
+class ModuleSide(StrEnum):
+    """Side whose module differs first from the bridge, which is the trainer on one rank."""
+
+    TRAINING = "training"
+    SERVING = "serving"
+
+
+class Cause(msgspec.Struct, frozen=True):
+    """One cause of a gap, with what the gap loses if the cause is removed."""
+
+    kind: CauseKind
+    hypothesis: str
+    statement: str
+    """Clause that says what differs."""
+    advice: str
+    kl_nats: float
+    """Part of KL that the cause explains. It is negative if the cause hides a part of another one."""
+    mean_abs_nats: float
+    """Part of the average absolute difference that the cause explains."""
+    fraction_of_kl: float
+    p99_abs_nats: float
+    """99th percentile of the absolute differences before the cause is removed."""
+    worst_sequence: int
+    worst_position: int
+    worst_training_nats: float
+    worst_serving_nats: float
+
+
+class FirstModule(msgspec.Struct, frozen=True):
+    """First module whose output differs from the bridge's beyond rounding."""
+
+    side: ModuleSide
+    module: str
+    tensor: str
+    source: str
+    """File and line of the module's forward pass; empty if unknown."""
+    worst: str
+    """Element with the largest error: index, value, and the bridge's value."""
+    kind: str
+
+
+class LogprobVerdict(msgspec.Struct, frozen=True):
+    """What `make verify-logprob` reports."""
+
+    outcome: VerifyOutcome
+    gap: Gap
+    """Gap between the trainer in its layout and the serving engine as it generates."""
+    relative_tolerance: float
+    causes: tuple[Cause, ...] = ()
+    """Causes in the order in which they were removed."""
+    remaining: Gap | None = None
+    """Gap that is left when all causes are removed; None if the engines agree."""
+    first_module: FirstModule | None = None
+    tried: tuple[str, ...] = ()
+    """Hypotheses that were measured."""
+    worst_text: str = ""
+    """Text of the token with the largest difference; empty without a tokenizer."""
+    command: str = ""
+
+    @property
+    def explained_fraction(self) -> float:
+        """Fraction of KL that the causes explain together."""
+        if self.remaining is None or self.gap.kl_nats == 0:
+            return 1.0
+        return 1 - self.remaining.kl_nats / self.gap.kl_nats
+
+    @property
+    def sentence(self) -> str:
+        """The answer in one sentence."""
+        gap = self.gap
+        size = f"{gap.mean_abs_nats:.2g} on average (KL {gap.kl_nats:.1e})"
+        if self.outcome is VerifyOutcome.HELD:
+            return f"Log probabilities agree: they differ by {size}, which rounding explains."
+        if not self.causes:
+            return (
+                f"Log probabilities differ by {size}, and none of the {len(self.tried)} changes that were tried "
+                "makes the gap smaller."
+            )
+        sentence = f"Log probabilities differ by {size}, because {self._state_main_cause()}"
+        clauses = [*self._list_other_causes(), *self._list_silent_kinds()]
+        unexplained = 1 - self.explained_fraction
+        if unexplained > NOTHING:
+            clauses.append(f"{unexplained:.0%} of the KL is unexplained")
+        return f"{'; '.join((sentence, *clauses))}."
+
+    def _sort_causes(self) -> list[Cause]:
+        """Return the causes, the one that explains most of the KL first."""
+        return sorted(self.causes, key=lambda cause: -cause.fraction_of_kl)
+
+    def _state_main_cause(self) -> str:
+        """Return the clause on the cause that explains most of the KL."""
+        main = self._sort_causes()[0]
+        return f"{main.statement} ({main.fraction_of_kl:.0%} of the KL)"
+
+    def _list_other_causes(self) -> Iterator[str]:
+        """Yield a clause per further cause."""
+        for cause in self._sort_causes()[1:]:
+            yield f"{_name_kind(cause)} explains {cause.fraction_of_kl:.0%}"
+
+    def _list_silent_kinds(self) -> Iterator[str]:
+        """Yield a clause on precision and layout if they are no causes."""
+        named_kinds = {cause.kind for cause in self.causes}
+        silent = [
+            kind for kind in (CauseKind.PRECISION, CauseKind.LAYOUT) if kind not in named_kinds
+        ]
+        if silent:
+            names = " and ".join(f"the {kind}" for kind in silent)
+            yield f"{names} {'explains' if len(silent) == 1 else 'explain'} nothing"
+
+    def list_lines(self) -> Iterator[str]:
+        """Yield the lines after the table of causes: the first module, what to do, and the command."""
+        first = self.first_module
+        if first is not None:
+            place = f" ({first.source})" if first.source else ""
+            yield (
+                f"First module that differs beyond rounding, on the {first.side} side: {first.module}{place}, "
+                f"{first.tensor}: {first.worst}"
+            )
+        for cause in self.causes:
+            yield f"{_name_kind(cause)}: {cause.advice}"
+
+
+def _name_kind(cause: Cause) -> str:
+    """Return the name of a cause's kind with its family, such as `semantics (norm-epsilon)`."""
+    return f"{cause.kind} ({split_hypothesis(cause.hypothesis)[0]})"
+
+
+@dataclass(frozen=True)
+class GapChange:
+    """A change, with the gap before and after it, and what was observed besides the gap."""
+
+    step: Step
+    evidence: str = ""
+
+
+def price_causes(total: Gap, changes: Sequence[GapChange]) -> tuple[Cause, ...]:
+    """Return one cause per change, with the part of the total KL that the change removes.
+
+    Each part is the KL before the change minus the KL after the change. So the parts and the remaining KL add up to
+    the total KL.
+    """
+    causes = []
+    for change in changes:
+        step = change.step
+        name, _ = split_hypothesis(step.hypothesis)
+        removed = step.before.kl_nats - step.after.kl_nats
+        causes.append(
+            Cause(
+                kind=FAMILIES[name].kind,
+                hypothesis=step.hypothesis,
+                statement=state_cause(step.hypothesis, change.evidence),
+                advice=FAMILIES[name].advice,
+                kl_nats=removed,
+                mean_abs_nats=step.before.mean_abs_nats - step.after.mean_abs_nats,
+                fraction_of_kl=removed / total.kl_nats if total.kl_nats else 0.0,
+                p99_abs_nats=step.before.p99_abs_nats,
+                worst_sequence=step.before.worst_sequence,
+                worst_position=step.before.worst_position,
+                worst_training_nats=step.before.worst_training_nats,
+                worst_serving_nats=step.before.worst_serving_nats,
+            )
+        )
+    return tuple(causes)
