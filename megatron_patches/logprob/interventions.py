@@ -108,6 +108,7 @@ class Bridge:
         if query_norms:
             changes["qk-norm"] = partial(_bypass, query_norms)
         changes |= self._list_activations()
+        changes |= self._list_documents()
         if any(_has_dropout(module) for module in self.model.modules()):
             changes["dropout"] = partial(_switch_dropout_off, self.model)
         return changes
@@ -123,6 +124,14 @@ class Bridge:
         if not is_tanh:
             name, activation = "GELU with tanh", partial(functional.gelu, approximate="tanh")
         return {f"activation={name}": partial(_set_activation, self.model, activation)}
+
+    def _list_documents(self) -> dict[str, Change]:
+        """Return the change of the mask between the documents of a packed sequence."""
+        from megatron.training import get_args, get_tokenizer
+
+        if get_args().reset_attention_mask:
+            return {"documents=together": _attend_everywhere}
+        return {"documents=apart": partial(_attend_within_documents, int(get_tokenizer().eod))}
 
     def _list_rotary(self) -> dict[str, Change]:
         """Return changes of the rotary embedding; empty for models without one."""
@@ -421,6 +430,36 @@ def _double_first_token(edits: PassEdits) -> Iterator[None]:
 
     edits.inputs.append(double)
     edits.scores.append(shift_back)
+    yield
+
+
+@contextmanager
+def _attend_everywhere(edits: PassEdits) -> Iterator[None]:
+    """Let every token attend to all tokens before it, across documents."""
+
+    def replace(inputs: Inputs) -> Inputs:
+        length = inputs["input_ids"].shape[1]
+        positions = torch.arange(length).expand_as(inputs["input_ids"])
+        mask = ~torch.ones(length, length).tril().bool()
+        return {**inputs, "attention_mask": mask[None, None], "position_ids": positions}
+
+    edits.inputs.append(replace)
+    yield
+
+
+@contextmanager
+def _attend_within_documents(end_of_document: int, edits: PassEdits) -> Iterator[None]:
+    """Let every token attend only to tokens of its own document, which the token `end_of_document` ends."""
+
+    def replace(inputs: Inputs) -> Inputs:
+        is_end = inputs["input_ids"] == end_of_document
+        document = is_end.cumsum(1) - is_end.long()
+        is_other = document[:, None, :, None] != document[:, None, None, :]
+        length = is_end.shape[1]
+        is_later = ~torch.ones(length, length).tril().bool()
+        return {**inputs, "attention_mask": is_other | is_later}
+
+    edits.inputs.append(replace)
     yield
 
 

@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from megatron_patches.logprob.capture import capture_forward
 from megatron_patches.logprob.explain import explain_gap
+from megatron_patches.logprob.generate import score_generated
 from megatron_patches.logprob.scorer import Scorer
 from megatron_patches.registry import Patch, Replacement, wrap_original
 from parakit.config import variables
@@ -35,11 +37,15 @@ def _score_and_exit(
     """Do what the request asks for, and end the process with exit code 0."""
     request = read_request(Path(os.environ[variables.LOGPROB]))
     scorer = Scorer(forward_step, data, list(model), optimizer)
+    if request.sequences and request.task is not Task.GENERATE:
+        scorer.use_sequences(np.load(request.sequences))
     match request.task:
         case Task.CAPTURE:
             capture_forward(scorer, Path(request.folder), request.num_probes)
         case Task.EXPLAIN:
             explain_gap(scorer, request)
+        case Task.GENERATE:
+            score_generated(scorer, request)
     torch.distributed.barrier()
     sys.exit(0)
 

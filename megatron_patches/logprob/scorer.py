@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -29,6 +29,22 @@ class Scorer:
         self.parameters = ParameterMap(self.chunks, self.names)
         for chunk in model:
             chunk.eval()
+
+    def use_sequences(self, tokens: Any) -> None:
+        """Let the data iterators give the sequences [sequences, positions] in place of the data set's samples.
+
+        Micro batches go to data-parallel ranks in turn. Everything but tokens and labels stays as it is in the first
+        micro batch of the data set.
+        """
+        from megatron.core import mpu
+        from megatron.training import get_args
+
+        size, ranks = get_args().micro_batch_size, mpu.get_data_parallel_world_size()
+        own = torch.from_numpy(tokens).split(size)[mpu.get_data_parallel_rank() :: ranks]
+        iterators = self.data if isinstance(self.data, list) else [self.data]
+        for iterator in iterators:
+            if iterator is not None:
+                iterator.iterable = _replace_tokens(next(iterator), own)
 
     @contextmanager
     def replay(self) -> Iterator[Callable[[], None]]:
@@ -77,3 +93,12 @@ class Scorer:
         with ExitStack() as stack:
             stack.callback(restore)
             yield restore
+
+
+def _replace_tokens(batch: dict[str, Any], sequences: Sequence[torch.Tensor]) -> Iterator[Any]:
+    """Yield the batch once per micro batch, with the micro batch's sequences as tokens and labels.
+
+    The label of the last position is the first token, because no token follows it. It is not compared.
+    """
+    for tokens in sequences:
+        yield {**batch, "tokens": tokens, "labels": torch.roll(tokens, -1, dims=1)}

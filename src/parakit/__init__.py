@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         why_hang,
     )
     from parakit.capturing import capture
+    from parakit.logprob import record_tokens
 else:
     __getattr__ = lazy_names(__name__, __file__)
 
@@ -29,6 +30,7 @@ __all__ = [
     "inspect_checkpoint",
     "plan",
     "read_logs",
+    "record_tokens",
     "report",
     "why_hang",
 ]

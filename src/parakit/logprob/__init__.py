@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from parakit.logprob.explain import Explanation, Step, find_steps, read_explanation
     from parakit.logprob.gap import Gap, TokenLogProbabilities, measure_gap, subtract
     from parakit.logprob.hypotheses import FAMILIES, CauseKind, split_hypothesis, state_cause
+    from parakit.logprob.record import read_recorded_tokens, record_tokens
     from parakit.logprob.request import (
         EXPLAINED_FILE,
         SCORES_FILE,
@@ -51,7 +52,9 @@ __all__ = [
     "measure_gap",
     "price_causes",
     "read_explanation",
+    "read_recorded_tokens",
     "read_request",
+    "record_tokens",
     "split_hypothesis",
     "state_cause",
     "subtract",

@@ -138,4 +138,5 @@ def subtract(
 
 def estimate_kl(differences: NDArray[np.float64]) -> NDArray[np.float64]:
     """Return exp(d) − 1 − d per token, which is never negative (the estimator k3 of J. Schulman)."""
-    return np.maximum(np.expm1(differences) - differences, 0.0)
+    estimates: NDArray[np.float64] = np.maximum(np.expm1(differences) - differences, 0.0)
+    return estimates

@@ -44,9 +44,14 @@ from parakit.native import find_module_slots
 
 WHOLE, GENERATED = "whole", "generated"
 """Folders of the log probabilities: of one forward pass per sequence, and of `generate`."""
-_PRODUCT_NAMES = {"self_attn": "self_attention", "attn": "self_attention", "mlp": "mlp"}
-"""Megatron's names of the modules whose output Megatron returns without the bias of the last projection."""
-_IN_LAYER = re.compile(r"(?:.+\.)?(?:h|layers)\.(\d+)\.(self_attn|attn|mlp)")
+_NAMES_IN_LAYER = {
+    "self_attn": "self_attention",
+    "mlp": "mlp",
+    "attn.c_proj": "self_attention.linear_proj",
+    "mlp.c_proj": "mlp.linear_fc2",
+}
+"""Megatron's names of modules in a layer. GPT-2's projections have a bias, which Megatron adds elsewhere."""
+_IN_LAYER = re.compile(r"(?:.+\.)?(?:h|layers)\.(\d+)\.(self_attn|mlp|attn\.c_proj|mlp\.c_proj)")
 _ROUTER = re.compile(r"(?:.+\.)?layers\.(\d+)\.mlp\.gate")
 
 
@@ -82,22 +87,24 @@ class OutputsByModule:
         if router is not None:
             return self._keep_choices(f"decoder.layers.{router[1]}.mlp.router")
         if in_layer is not None:
-            megatron_name = f"decoder.layers.{in_layer[1]}.{_PRODUCT_NAMES[in_layer[2]]}"
-            projection = getattr(module, "c_proj", None)
-            return self._keep_output(f"{megatron_name} output.0", getattr(projection, "bias", None))
+            if hasattr(module, "c_proj"):
+                return None  # Its output has a bias; the hook is on its projection.
+            megatron_name = f"decoder.layers.{in_layer[1]}.{_NAMES_IN_LAYER[in_layer[2]]}"
+            return self._keep_output(f"{megatron_name} output.0")
         known_name = find_megatron_name(name)
         slots = find_module_slots(known_name) if known_name else None
         if slots is None or not slots.gives:
             return None
-        return self._keep_output(f"{known_name} {slots.gives}", None)
+        return self._keep_output(f"{known_name} {slots.gives}")
 
-    def _keep_output(self, key: str, bias: Tensor | None) -> Callable[..., None]:
-        """Return a hook that keeps the output of each call, without the bias of the last projection if there is one."""
+    def _keep_output(self, key: str) -> Callable[..., None]:
+        """Return a hook that keeps the output of each call; of GPT-2's projections, the product without the bias."""
 
-        def keep(_: nn.Module, __: Any, output: Any) -> None:
+        def keep(module: Any, args: tuple[Any, ...], output: Any) -> None:
             values = output[0] if isinstance(output, tuple) else output
-            values = values.detach()
-            self.outputs.setdefault(key, []).append(values if bias is None else values - bias)
+            if type(module).__name__ == "Conv1D":
+                values = args[0] @ module.weight
+            self.outputs.setdefault(key, []).append(values.detach())
 
         return keep
 

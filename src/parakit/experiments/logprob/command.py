@@ -23,6 +23,7 @@ from parakit.config.model import find_model
 from parakit.experiments.logprob.judge import judge_sides
 from parakit.experiments.logprob.page import write_page
 from parakit.experiments.logprob.sides import HF, SideError, Sides, SidesRequest
+from parakit.experiments.verify.hf import write_random_tokens
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
@@ -30,6 +31,8 @@ from parakit.launch import NO_TRANSFORMERS, Options, export_hf, fetch_model_fold
 from parakit.logprob import Cause, LogprobVerdict
 
 VERDICT_FILE = "logprob.json"
+SEQUENCE_LENGTH = 64
+"""Tokens per sequence of an imported model, unless EXTRA= sets another number or the model has fewer positions."""
 _GATED = ("--swiglu",)
 """Flag that a model with experts needs to have a counterpart in transformers."""
 
@@ -140,10 +143,21 @@ def _make_request(
         source.parent.mkdir(parents=True)
         export_hf(None, str(source), Console(quiet=True), ckpt)
     assert source is not None
+    imported = read_source(source)
     models, name = folder / "sides" / "models", "imported"
-    import_model(read_source(source), name, ConversionProgress(), models)
-    model = str(models / name / f"{name}.args")
-    return SidesRequest(train, serve, model, options, served_model=served or source)
+    import_model(imported, name, ConversionProgress(), models)
+    # The sample data set has the tokens of GPT-2, which another model's vocabulary may not have.
+    data = options.data or str(
+        write_random_tokens(folder / "sides" / "tokens", imported.shape.vocabulary)
+    )
+    length = ("--seq-length", str(min(SEQUENCE_LENGTH, imported.shape.seq_length)))
+    return SidesRequest(
+        train,
+        serve,
+        str(models / name / f"{name}.args"),
+        replace(options, data=data, extra=(*length, *options.extra)),
+        served_model=served or source,
+    )
 
 
 def _add_gated_experts(options: Options) -> tuple[str, ...]:

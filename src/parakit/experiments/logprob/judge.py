@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
-from parakit.experiments.logprob.sides import GENERATED, Sides
+from parakit.experiments.logprob.sides import Sides
 from parakit.logprob import (
     FirstModule,
     GapChange,
@@ -26,7 +26,7 @@ def judge_sides(sides: Sides) -> LogprobVerdict:
     """
     prompt_tokens, tolerance = sides.prompt_tokens, sides.relative_tolerance
     training = sides.training.select(prompt_tokens)
-    serving = sides.read_serving(GENERATED)
+    serving = sides.read_serving()
     total = measure_gap(training, serving)
     if total.relative_error <= tolerance:
         return LogprobVerdict(VerifyOutcome.HELD, total, tolerance)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from parakit.artifacts.io import write_atomically
-from parakit.experiments.logprob.sides import GENERATED, Sides
+from parakit.experiments.logprob.sides import Sides
 from parakit.formatting.html import environment
 from parakit.formatting.svg import COLOURS, svg_figure
 from parakit.logprob import LogprobVerdict, subtract
@@ -30,7 +30,7 @@ def write_page(folder: Path, verdict: LogprobVerdict, sides: Sides) -> None:
 def draw_differences(path: Path, sides: Sides) -> None:
     """Draw training minus serving per token, one line per sequence."""
     training = sides.training.select(sides.prompt_tokens)
-    serving = sides.read_serving(GENERATED)
+    serving = sides.read_serving()
     differences = np.where(serving.is_scored, subtract(training, serving), np.nan)
     with svg_figure(path, "logprob", 8, 3) as figure:
         axes = figure.add_subplot()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -21,12 +22,12 @@ from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
-from parakit.config.run import DeviceKind
-from parakit.config.strategy import count_devices
+from parakit.config.run import DeviceKind, PatchFile
+from parakit.config.strategy import StrategyError, count_devices
 from parakit.experiments.logprob.scores import ScoredCapture, read_scored_capture
 from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair
 from parakit.experiments.verify.verifier import RANK_ENVIRONMENT, ForkedRanks
-from parakit.launch import Launch, Options, make_sample, parse_target
+from parakit.launch import Launch, Options, make_sample, parse_target, read_patch_file
 from parakit.logprob import (
     EXPLAINED_FILE,
     SCORES_FILE,
@@ -36,10 +37,11 @@ from parakit.logprob import (
     Task,
     TokenLogProbabilities,
     read_explanation,
+    read_recorded_tokens,
 )
 from parakit.verify import Capture, find_token_loss_tolerance, read_capture
 
-HF, MEGATRON, CAPTURE = "hf", "megatron", "capture"
+HF, MEGATRON = "hf", "megatron"
 WHOLE, GENERATED = "whole", "generated"
 """Two ways in which an engine scores: a forward pass per sequence, and token by token with a KV cache."""
 NUM_PROBES = 4
@@ -84,11 +86,48 @@ class SidesRequest:
             iterations=1,
             global_batch_size=self.options.global_batch_size or SEQUENCES,
         )
+        if self.recorded is not None:
+            num_sequences, length = read_recorded_tokens(self.recorded).shape
+            extra = ("--seq-length", str(length), *options.extra)
+            options = replace(
+                options, global_batch_size=num_sequences, micro_batch_size=1, extra=extra
+            )
         job = parse_target(
             f"train-{self.train}-{_get_model_name(self.model)}-{devices}cpu", options
         )
         assert job.device is DeviceKind.CPU
         return compose_pair(LaunchPair(job, "baseline", is_bf16=self.is_bf16))
+
+    def compose_serving(self) -> Launch:
+        """Return the launch of Megatron as the serving engine: `megatron` is one rank, and a strategy is its layout.
+
+        Raises:
+            LaunchError: SERVE= is neither.
+        """
+        strategy = "baseline" if self.serve == MEGATRON else self.serve
+        try:
+            devices = 1 if strategy == "baseline" else count_devices(strategy)
+        except StrategyError as error:
+            raise LaunchError(
+                f"SERVE={self.serve} is neither hf, megatron nor a file, and no strategy: {error}"
+            ) from None
+        job = self.verification.pair.job.with_strategy(strategy, devices)
+        options = replace(job.options, patch_file=self.serve_patch_file)
+        pair = LaunchPair(
+            job.with_options(options), "baseline", self.serve_flags, is_bf16=self.is_bf16
+        )
+        return compose_pair(pair).strategy
+
+    @cached_property
+    def serve_patch_file(self) -> PatchFile | None:
+        """The file that Megatron's ranks execute on the serving side."""
+        return read_patch_file(str(self.serve_patch)) if self.serve_patch else None
+
+    @cached_property
+    def recorded(self) -> Path | None:
+        """The file of an engine that recorded its tokens; None if SERVE= names no file."""
+        path = Path(self.serve).expanduser()
+        return path if path.is_file() else None
 
     @property
     def dtype(self) -> str:
@@ -101,6 +140,21 @@ def _get_model_name(model: str) -> str:
     return Path(model).stem if "/" in model else model
 
 
+def serve_in_process(arguments: list[str], log: Path) -> int:
+    """Run `parakit.convert.hf.serve` in a process of its own, and return its exit code.
+
+    Args:
+        arguments: Arguments of the program.
+        log: File for what the program prints.
+    """
+    environment = {**os.environ, **RANK_ENVIRONMENT}
+    command = [sys.executable, "-m", "parakit.convert.hf.serve", *arguments]
+    with log.open("wb") as file:
+        return subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False
+        ).returncode
+
+
 @dataclass
 class Sides:
     """Runs both sides, and keeps their results in one folder."""
@@ -109,6 +163,10 @@ class Sides:
     folder: Path
     ranks: ForkedRanks
     console: Console = field(default_factory=lambda: Console(quiet=True))
+    serve_with_transformers: Callable[[list[str], Path], int] = serve_in_process
+    """Function that runs `parakit.convert.hf.serve` with arguments and a log, and returns the exit code."""
+    problem: str = ""
+    """Sentence on a part of the serving side that could not be run; empty if all parts ran."""
 
     def prepare(self) -> None:
         """Make the sample data and the initial weights that the trainer needs."""
@@ -116,6 +174,16 @@ class Sides:
         make_sample(reference.data, self.console)
         self.ranks.ensure_start(reference)
         self.folder.mkdir(parents=True, exist_ok=True)
+
+    @cached_property
+    def _recorded_sequences(self) -> str:
+        """File of the tokens that an engine has recorded; empty if the trainer's own samples are scored."""
+        recorded = self.request.recorded
+        if recorded is None:
+            return ""
+        path = self.folder / SEQUENCES_FILE
+        np.save(path, read_recorded_tokens(recorded))
+        return str(path)
 
     @cached_property
     def training(self) -> ScoredCapture:
@@ -132,9 +200,12 @@ class Sides:
         """Relative error of the tokens' log probabilities that rounding explains."""
         return find_token_loss_tolerance(self.bridge.capture)
 
-    @property
+    @cached_property
     def prompt_tokens(self) -> int:
-        """Number of tokens per sequence that are its prompt."""
+        """Number of tokens per sequence that are its prompt. For recorded sequences, it is that of the shortest one."""
+        if self.request.recorded is not None:
+            is_scored = TokenLogProbabilities.read(self.request.recorded).is_scored
+            return int(np.argmax(is_scored.any(axis=0))) + 1
         return max(1, self.bridge.tokens.shape[1] // PROMPT_FRACTION)
 
     @cached_property
@@ -147,11 +218,15 @@ class Sides:
         serve = self.request.serve
         if serve == HF:
             return self._serve_with_transformers()
-        raise LaunchError(f"SERVE={serve} is not known; name hf.")
+        if self.request.recorded is not None:
+            return self._read_recorded(self.request.recorded)
+        return self._serve_with_megatron(self.request.compose_serving())
 
-    def read_serving(self, way: str) -> TokenLogProbabilities:
-        """Return the log probabilities of the serving engine, in one way of scoring."""
-        return TokenLogProbabilities.read(self.serving / way / SCORES_FILE)
+    def read_serving(self) -> TokenLogProbabilities:
+        """Return the log probabilities of the serving engine as it generates, or else of whole sequences."""
+        generated = self.serving / GENERATED / SCORES_FILE
+        whole = self.serving / WHOLE / SCORES_FILE
+        return TokenLogProbabilities.read(generated if generated.is_file() else whole)
 
     @cached_property
     def serving_capture(self) -> Capture | None:
@@ -165,6 +240,7 @@ class Sides:
         request = ScoreRequest(
             task=Task.EXPLAIN,
             folder=str(folder),
+            sequences=self._recorded_sequences,
             prompt_tokens=self.prompt_tokens,
             serving=str(self.serving),
             relative_tolerance=self.relative_tolerance,
@@ -175,7 +251,12 @@ class Sides:
     def _score_megatron(self, part: str, launch: Launch, num_probes: int) -> ScoredCapture:
         """Run the forward passes of a launch, and return the scored tokens."""
         folder = self.folder / part
-        request = ScoreRequest(task=Task.CAPTURE, folder=str(folder), num_probes=num_probes)
+        request = ScoreRequest(
+            task=Task.CAPTURE,
+            folder=str(folder),
+            num_probes=num_probes,
+            sequences=self._recorded_sequences,
+        )
         self._run(launch, request, folder)
         return read_scored_capture(folder, self.folder / f"{part}-joined")
 
@@ -196,11 +277,9 @@ class Sides:
     def _serve_with_transformers(self) -> Path:
         """Score the trainer's tokens with transformers, and return the folder of the results."""
         folder = self.folder / "serving"
-        sequences = self.folder / SEQUENCES_FILE
-        np.save(sequences, self.bridge.tokens)
         arguments = {
             "--folder": self.request.served_model or self._export_weights(),
-            "--sequences": sequences,
+            "--sequences": self._write_sequences(),
             "--like": self.bridge.capture.ranks[0].folder,
             "--out": folder,
             "--prompt": self.prompt_tokens,
@@ -208,11 +287,49 @@ class Sides:
         }
         if self.request.serve_patch is not None:
             arguments["--patch"] = self.request.serve_patch
-        command = [sys.executable, "-m", "parakit.convert.hf.serve"]
-        for name, value in arguments.items():
-            command += [name, str(value)]
-        run_logged(command, self.folder / "serving.log", "serving")
+        words = [str(word) for pair in arguments.items() for word in pair]
+        log = self.folder / "serving.log"
+        code = self.serve_with_transformers(words, log)
+        if code:
+            last_line = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
+            raise SideError(f"The serving side ended with {code}: {last_line} The log is {log}")
         return folder
+
+    def _serve_with_megatron(self, launch: Launch) -> Path:
+        """Score the trainer's tokens with Megatron in the serving layout, and return the folder of the results.
+
+        The static engine scores token by token. If it does not run in this layout, only whole sequences are scored,
+        and `problem` says why.
+        """
+        folder = self.folder / "serving"
+        scored = self._score_megatron("served", launch, num_probes=0)
+        (folder / WHOLE).mkdir(parents=True)
+        (folder / "capture").symlink_to(scored.capture.folder)
+        scored.select(self.prompt_tokens).write(folder / WHOLE / SCORES_FILE)
+        request = ScoreRequest(
+            task=Task.GENERATE,
+            folder=str(folder / GENERATED),
+            sequences=str(self._write_sequences()),
+            prompt_tokens=self.prompt_tokens,
+        )
+        try:
+            self._run(launch, request, folder / GENERATED)
+        except SideError as error:
+            self.problem = f"Megatron's static engine does not run in this layout: {error}"
+        return folder
+
+    def _read_recorded(self, path: Path) -> Path:
+        """Return the folder of the results of an engine that recorded them (`parakit.record_tokens`)."""
+        folder = self.folder / "serving"
+        (folder / GENERATED).mkdir(parents=True)
+        TokenLogProbabilities.read(path).write(folder / GENERATED / SCORES_FILE)
+        return folder
+
+    def _write_sequences(self) -> Path:
+        """Write the trainer's tokens, and return the file."""
+        path = self.folder / SEQUENCES_FILE
+        np.save(path, self.bridge.tokens)
+        return path
 
     def _export_weights(self) -> Path:
         """Write the trainer's weights in Hugging Face's format, with all rows of the vocabulary; return the folder.
@@ -243,19 +360,3 @@ class Sides:
         multiple = Flags(launch.flags).integer("--make-vocab-size-divisible-by")
         shape = replace(launch.model.shape, vocabulary_multiple=multiple)
         return shape.padded_vocabulary(launch.spec.parallelism.tensor)
-
-
-def run_logged(command: list[str], log: Path, name: str) -> None:
-    """Run a program in the repository's folder, and write what it prints to a log.
-
-    Raises:
-        SideError: The program failed; the message has the last line of the log.
-    """
-    environment = {**os.environ, **RANK_ENVIRONMENT}
-    with log.open("wb") as file:
-        code = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False
-        ).returncode
-    if code:
-        last_line = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
-        raise SideError(f"The {name} side ended with {code}: {last_line} The log is {log}")

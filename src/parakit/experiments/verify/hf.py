@@ -160,7 +160,7 @@ class _Prover:
         model, models = read_source(source), self.folder / "models"
         import_model(model, name, ConversionProgress(self.console), models)
         yield _prove_round_trip(source, models / name, self.folder / "exported" / name)
-        data = self.options.data or _write_random_tokens(
+        data = self.options.data or write_random_tokens(
             self.folder / f"{name}_tokens", model.shape.vocabulary
         )
         sequence = ("--seq-length", str(min(_SEQUENCE, model.shape.seq_length)))
@@ -249,7 +249,7 @@ def _prove_round_trip(source: Path, imported: Path, target: Path) -> Proof:
     return Proof(model.name, claim, VerifyOutcome.HELD, detail)
 
 
-def _write_random_tokens(prefix: Path, vocabulary: int) -> Path:
+def write_random_tokens(prefix: Path, vocabulary: int) -> Path:
     """Write a data set of random tokens, in enough documents for every split; return its prefix."""
     random = np.random.default_rng(1)
     tokens = random.integers(0, vocabulary, _DOCUMENTS * _DOCUMENT_TOKENS)

@@ -1,0 +1,1 @@
+"""Faults of trainers and serving engines, which `tests.logprob.injected` lets `verify-logprob` explain."""
