@@ -13,7 +13,6 @@ from megatron_patches.logprob.choices import ChoiceComparison
 from megatron_patches.logprob.interventions import ROUTER_CHOICES, Bridge, Change
 from megatron_patches.logprob.passes import PassEdits, Scores, score_tokens
 from megatron_patches.logprob.scorer import Scorer
-from parakit.capturing import StoredTensors
 from parakit.logprob import (
     EXPLAINED_FILE,
     SCORES_FILE,
@@ -39,7 +38,7 @@ def explain_gap(scorer: Scorer, request: ScoreRequest) -> None:
         if (served / way / SCORES_FILE).is_file()
     }
     with scorer.replay() as rewind:
-        bridge = Bridge(scorer, StoredTensors(served / "capture" / "rank-0"), request.prompt_tokens)
+        bridge = Bridge.open(scorer, served / "capture" / "rank-0", request.prompt_tokens)
         changes = bridge.list_changes()
         measure = _make_measure(scorer, rewind, changes, targets)
         hypotheses = list(changes)
@@ -55,6 +54,7 @@ def explain_gap(scorer: Scorer, request: ScoreRequest) -> None:
 
 def _count_flips(bridge: Bridge, rewind: Callable[[], None]) -> float:
     """Return the fraction of the routers' choices that the serving engine does not make."""
+    assert bridge.served is not None
     flips = ChoiceComparison(bridge.served)
     with capture_routing(bridge.scorer.chunks, bridge.scorer.names, flips):
         score_tokens(bridge.scorer, rewind, PassEdits())

@@ -1,6 +1,7 @@
 """Inject faults into trainers and serving engines, and let `verify-logprob` explain them.
 
     python -m tests.logprob.injected [ID …]
+    python -m tests.logprob.injected healthy [ID …]
 
 One line per fault: the named causes, the explained part of the KL, the first module and the processor time.
 """
@@ -72,6 +73,20 @@ class Fault:
 def read_faults() -> list[Fault]:
     """Return all faults of the table."""
     return [Fault(**entry) for entry in read_yaml(TABLE)]
+
+
+def list_healthy_pairs() -> list[Fault]:
+    """Return pairs of engines without a fault: models, layouts, serving engines and dtypes."""
+    pairs = []
+    for model, config in CONFIGS.items():
+        has_experts = "num_local_experts" in config or "num_experts" in config
+        # TP pads the vocabulary of the random GPT-2, and transformers counts no padding.
+        layouts = "pp2 dp2 cp2" if model == "gpt2" else "tp2 sp2 pp2 dp2 cp2 tp2pp2"
+        for train in ("ep2 pp2 dp2 sp2" if has_experts else layouts).split():
+            for serve, is_bf16 in (("hf", False), ("megatron", False), ("hf", True)):
+                name = f"{model}-{train}-{serve}{'-bf16' * is_bf16}"
+                pairs.append(Fault(name, model, train, serve, "", "", is_bf16=is_bf16))
+    return pairs
 
 
 @dataclass(frozen=True)
@@ -150,9 +165,11 @@ def _find_patch(name: str) -> object:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Judge the faults with the given ids, or all, and print a line per fault."""
+    """Judge the faults with the given ids, or all, and print a line per fault; after `healthy`, pairs without one."""
+    candidates = list_healthy_pairs() if argv[:1] == ["healthy"] else read_faults()
+    ids = [word for word in argv if word != "healthy"]
     importlib.import_module("transformers.models.auto.modeling_auto")
-    faults = [fault for fault in read_faults() if not argv or fault.id in argv]
+    faults = [fault for fault in candidates if not ids or fault.id in ids]
     ranks = ForkedRanks()
     with tempfile.TemporaryDirectory() as scratch:
         laboratory = Laboratory(Path(os.environ.get("LABORATORY", scratch)), ranks)

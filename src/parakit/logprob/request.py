@@ -13,6 +13,8 @@ SCORES_FILE = "scores.npz"
 """Log probabilities of one side, in the folder of its results (`TokenLogProbabilities.write`)."""
 SEQUENCES_FILE = "sequences.npy"
 """Token ids of the sequences, [sequences, positions]."""
+TEXTS_FILE = "texts.json"
+"""Text of each scored token by its number, if the served model has a tokenizer."""
 EXPLAINED_FILE = "explained.json"
 """Result of the task `EXPLAIN`."""
 

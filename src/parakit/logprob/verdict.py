@@ -43,6 +43,8 @@ class Cause(msgspec.Struct, frozen=True):
     worst_position: int
     worst_training_nats: float
     worst_serving_nats: float
+    worst_token: str = ""
+    """Number of the token with the largest difference, and its text if the model has a tokenizer."""
 
 
 class FirstModule(msgspec.Struct, frozen=True):
@@ -72,9 +74,6 @@ class LogprobVerdict(msgspec.Struct, frozen=True):
     first_module: FirstModule | None = None
     tried: tuple[str, ...] = ()
     """Hypotheses that were measured."""
-    worst_text: str = ""
-    """Text of the token with the largest difference; empty without a tokenizer."""
-    command: str = ""
 
     @property
     def explained_fraction(self) -> float:

@@ -10,6 +10,7 @@ the cache has shows in the first module that it reaches.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import runpy
 import sys
@@ -39,7 +40,7 @@ from parakit.capturing import Recording
 from parakit.convert.hf.families import list_tensor_pairs
 from parakit.convert.hf.into_megatron import read_source
 from parakit.convert.hf.reference import CausalModel, build_counterpart, find_megatron_name
-from parakit.logprob import SCORES_FILE, TokenLogProbabilities
+from parakit.logprob import SCORES_FILE, TEXTS_FILE, TokenLogProbabilities
 from parakit.native import find_module_slots
 
 WHOLE, GENERATED = "whole", "generated"
@@ -245,9 +246,20 @@ class Service:
             recording.write(key, batch)
             hooks.write(recording, number, length)
         writer.close(self._describe_rank())
+        self._write_texts(folder / TEXTS_FILE)
         for way, nats in nats_by_way.items():
             (folder / way).mkdir(exist_ok=True)
             TokenLogProbabilities(nats, is_scored).write(folder / way / SCORES_FILE)
+
+    def _write_texts(self, path: Path) -> None:
+        """Write the text of each token, if the model's folder has a tokenizer."""
+        if not (self.source / "tokenizer.json").is_file():
+            return
+        from transformers import AutoTokenizer
+
+        tokenizer: Any = AutoTokenizer.from_pretrained(self.source)
+        tokens = self.sequences.unique().tolist()
+        path.write_text(json.dumps({token: tokenizer.decode([token]) for token in tokens}))
 
     def _write_weights(self, recording: Recording) -> None:
         """Write all weights under Megatron's names."""

@@ -174,10 +174,10 @@ def _add_gated_experts(options: Options) -> tuple[str, ...]:
 
 
 def _describe_worst(cause: Cause) -> str:
-    """Return where the largest difference is, and both log probabilities."""
+    """Return the token with the largest difference, where it is, and both log probabilities."""
     return (
-        f"{cause.worst_training_nats:.3f} against {cause.worst_serving_nats:.3f} at token "
-        f"{cause.worst_position + 1} of sequence {cause.worst_sequence}"
+        f"{cause.worst_training_nats:.3f} against {cause.worst_serving_nats:.3f}: {cause.worst_token}, token "
+        f"{cause.worst_position + 2} of sequence {cause.worst_sequence}"
     )
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.experiments.logprob.sides import Sides
 from parakit.logprob import (
+    Cause,
     FirstModule,
     GapChange,
     LogprobVerdict,
@@ -41,11 +44,21 @@ def judge_sides(sides: Sides) -> LogprobVerdict:
         VerifyOutcome.DIFFERS,
         total,
         tolerance,
-        causes=price_causes(total, changes),
+        causes=tuple(
+            msgspec.structs.replace(cause, worst_token=_describe_worst_token(sides, cause))
+            for cause in price_causes(total, changes)
+        ),
         remaining=explanation.remaining,
         first_module=_find_first_module(sides),
         tried=explanation.tried,
     )
+
+
+def _describe_worst_token(sides: Sides, cause: Cause) -> str:
+    """Return the number of the token with the largest difference, and its text if the served model has a tokenizer."""
+    token = int(sides.bridge.tokens[cause.worst_sequence, cause.worst_position + 1])
+    text = sides.texts_by_token.get(str(token))
+    return f"{token} {text!r}" if text is not None else str(token)
 
 
 def _find_first_module(sides: Sides) -> FirstModule | None:

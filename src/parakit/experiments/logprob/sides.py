@@ -6,6 +6,7 @@ trainer computes, without its layout, so one thing at a time can be changed on i
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -32,6 +33,7 @@ from parakit.logprob import (
     EXPLAINED_FILE,
     SCORES_FILE,
     SEQUENCES_FILE,
+    TEXTS_FILE,
     Explanation,
     ScoreRequest,
     Task,
@@ -233,6 +235,13 @@ class Sides:
         """The modules' outputs of the serving engine; None if it wrote none."""
         folder = self.serving / "capture"
         return read_capture(folder) if folder.is_dir() else None
+
+    @cached_property
+    def texts_by_token(self) -> dict[str, str]:
+        """Text of each scored token by its number; empty if the served model has no tokenizer."""
+        path = self.serving / TEXTS_FILE
+        texts: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
+        return texts
 
     def explain(self) -> Explanation:
         """Return the causes of the gap between the bridge and the serving engine."""

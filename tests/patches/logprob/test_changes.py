@@ -1,13 +1,14 @@
 """Changes of one thing at a time: what they change, and that nothing is left of them."""
 
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from megatron_patches.logprob import interventions as changes
+from megatron_patches.logprob import changes
 from megatron_patches.logprob.choices import ChoiceComparison, ServedChoices
 from megatron_patches.logprob.passes import PassEdits
 from parakit.artifacts.capture import CHOICE, CaptureStage, TensorKey
@@ -15,35 +16,35 @@ from parakit.artifacts.capture import CHOICE, CaptureStage, TensorKey
 
 def test_top_k_keeps_the_largest_logits_alone() -> None:
     logits = torch.tensor([[[1.0, 3.0, 2.0, 0.0]]])
-    kept = changes._keep_top_k(2, logits).softmax(-1)
+    kept = changes.keep_top_k(2, logits).softmax(-1)
     assert kept[0, 0].tolist() == pytest.approx([0, 1 / (1 + math.exp(-1)), 1 / (1 + math.e), 0])
-    assert torch.equal(changes._keep_top_k(9, logits), logits)
+    assert torch.equal(changes.keep_top_k(9, logits), logits)
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_the_probability() -> None:
     logits = torch.tensor([0.5, 0.3, 0.2]).log()[None, None]
-    assert changes._keep_top_p(0.6, logits).softmax(-1)[0, 0].tolist() == pytest.approx(
+    assert changes.keep_top_p(0.6, logits).softmax(-1)[0, 0].tolist() == pytest.approx(
         [0.625, 0.375, 0]
     )
-    assert changes._keep_top_p(0.4, logits).softmax(-1)[0, 0].tolist() == pytest.approx([1, 0, 0])
+    assert changes.keep_top_p(0.4, logits).softmax(-1)[0, 0].tolist() == pytest.approx([1, 0, 0])
 
 
 def test_rows_of_the_padding_get_no_probability() -> None:
-    masked = changes._mask_padding(2, torch.zeros(1, 1, 4)).softmax(-1)
+    masked = changes.mask_padding(2, torch.zeros(1, 1, 4)).softmax(-1)
     assert masked[0, 0].tolist() == [0.5, 0.5, 0, 0]
 
 
 def test_rotary_embedding_of_shifted_positions_is_that_of_the_next_positions() -> None:
-    frequencies = changes._compute_frequencies(8, 10000.0)
+    frequencies = changes.compute_frequencies(8, 10000.0)
     like = torch.zeros(4, 1, 1, 8)
-    shifted = changes._make_rotary(frequencies, torch.arange(4).float() + 1, like)
-    plain = changes._make_rotary(frequencies, torch.arange(5).float(), torch.zeros(5, 1, 1, 8))
+    shifted = changes.make_rotary(frequencies, torch.arange(4).float() + 1, like)
+    plain = changes.make_rotary(frequencies, torch.arange(5).float(), torch.zeros(5, 1, 1, 8))
     assert torch.equal(shifted, plain[1:])
 
 
 def test_doubled_first_token_scores_each_token_at_its_own_index() -> None:
     edits = PassEdits()
-    with changes._double_first_token(edits):
+    with changes.double_first_token(edits):
         inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[6, 7, 8]])}
         doubled = edits.inputs[0](inputs)
         assert doubled["input_ids"].tolist() == [[5, 5, 6]]
@@ -53,15 +54,18 @@ def test_doubled_first_token_scores_each_token_at_its_own_index() -> None:
 
 def test_shifted_labels_are_the_tokens_further_on() -> None:
     edits = PassEdits()
-    with changes._shift_labels(1, edits):
+    with changes.shift_labels(1, edits):
         inputs = {"input_ids": torch.tensor([[5, 6, 7]]), "labels": torch.tensor([[0, 0, 0]])}
         assert edits.inputs[0](inputs)["labels"].tolist() == [[7, 5, 6]]
 
 
-def test_masks_of_documents_hide_later_tokens_and_other_documents() -> None:
+def test_masks_of_documents_hide_later_tokens_and_other_documents(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(changes, "use_masks", nullcontext)
     tokens = {"input_ids": torch.tensor([[1, 9, 2]])}
     apart, together = PassEdits(), PassEdits()
-    with changes._attend_within_documents(9, apart), changes._attend_everywhere(together):
+    with changes.attend_within_documents(9, apart), changes.attend_everywhere(together):
         visible = ~apart.inputs[0](tokens)["attention_mask"][0, 0]
         assert visible.int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
         visible = ~together.inputs[0](tokens)["attention_mask"][0, 0]
@@ -71,11 +75,11 @@ def test_masks_of_documents_hide_later_tokens_and_other_documents() -> None:
 def test_epsilon_weights_and_dropout_are_as_before_after_a_change() -> None:
     norm, linear, dropout = nn.LayerNorm(2, eps=1e-5), nn.Linear(2, 2), nn.Dropout(0.5)
     before = linear.weight.detach().clone()
-    with changes._set_epsilon([norm], 1e-6, PassEdits()):
+    with changes.set_epsilon([norm], 1e-6, PassEdits()):
         assert norm.eps == 1e-6
-    with changes._replace_weights([(linear.weight, torch.zeros(2, 2))], PassEdits()):
+    with changes.replace_weights([(linear.weight, torch.zeros(2, 2))], PassEdits()):
         assert not linear.weight.any()
-    with changes._switch_dropout_off(nn.Sequential(dropout), PassEdits()):
+    with changes.switch_dropout_off(nn.Sequential(dropout), PassEdits()):
         assert not dropout.training
     assert norm.eps == 1e-5
     assert torch.equal(linear.weight, before)
@@ -85,7 +89,7 @@ def test_epsilon_weights_and_dropout_are_as_before_after_a_change() -> None:
 def test_a_module_computes_in_another_dtype_and_returns_its_own() -> None:
     linear, values = nn.Linear(3, 1, bias=False), torch.rand(1, 3)
     exact = linear(values)
-    with changes._compute_in([linear], torch.bfloat16, PassEdits()):
+    with changes.compute_in([linear], torch.bfloat16, PassEdits()):
         rounded = linear(values)
         assert linear.weight.dtype is torch.bfloat16
     assert rounded.dtype is torch.float32
