@@ -11,19 +11,28 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 from unittest.mock import patch
 
 import torch
 
 from megatron_patches.capture.probes import is_in_backward, list_modules
 from parakit.artifacts.capture import CHOICE, SCORES, CaptureStage, TensorKey
-from parakit.capturing import Sink
+
+
+class RoutingSink(Protocol):
+    """Receiver of the routers' scores and choices, which may replace a choice."""
+
+    def write(self, tensor_key: TensorKey, tensor: torch.Tensor) -> object:
+        """Take the scores of a router."""
+
+    def choose(self, tensor_key: TensorKey, chosen: torch.Tensor) -> torch.Tensor | None:
+        """Take a router's choice [tokens, experts]; return the choice to make, or None if it stays."""
 
 
 @contextmanager
 def capture_routing(
-    chunks: list[torch.nn.Module], names: list[dict[str, str]], sink: Sink, earlier: str = ""
+    chunks: list[torch.nn.Module], names: list[dict[str, str]], sink: RoutingSink, earlier: str = ""
 ) -> Iterator[None]:
     """Pass every choice of the routers to the sink while the context is open.
 
@@ -95,7 +104,7 @@ def _wrap_routing(routing: Callable[..., Any], choices: _Choices) -> Callable[..
 class _Choices:
     """The choices of one router, with the method of Megatron's `RouterReplay` that a router calls."""
 
-    def __init__(self, name: str, sink: Sink, earlier: str) -> None:
+    def __init__(self, name: str, sink: RoutingSink, earlier: str) -> None:
         self._name, self._sink, self._earlier = name, sink, earlier
         self._replacements: list[torch.Tensor | None] = []
         """The choice that replaces the router's, per micro batch; None keeps the router's choice."""

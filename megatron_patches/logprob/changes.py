@@ -124,7 +124,7 @@ def compute_in(modules: list[Any], dtype: torch.dtype, edits: PassEdits) -> Iter
     handles = []
     for weight in weights:
         weight.data = weight.data.to(dtype)
-    own = before[0].dtype if before else torch.float32
+    own_dtype = before[0].dtype if before else torch.float32
 
     def cast_in(_: Any, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[Any, ...], Inputs]:
         cast_value = partial(cast, dtype)
@@ -133,8 +133,8 @@ def compute_in(modules: list[Any], dtype: torch.dtype, edits: PassEdits) -> Iter
 
     def cast_out(_: Any, __: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return tuple(cast(own, value) for value in output)
-        return cast(own, output)
+            return tuple(cast(own_dtype, value) for value in output)
+        return cast(own_dtype, output)
 
     for module in modules:
         handles.append(module.register_forward_pre_hook(cast_in, with_kwargs=True))

@@ -19,7 +19,7 @@ class ChoiceComparison:
     num_flips: int = 0
 
     def write(self, tensor_key: TensorKey, tensor: Tensor) -> None:
-        """Ignore the scores."""
+        """Do nothing with the scores."""
 
     def choose(self, tensor_key: TensorKey, chosen: Tensor) -> Tensor | None:
         """Count the differing choices [tokens, experts], and return None, which keeps the router's choice."""
@@ -37,7 +37,7 @@ class ServedChoices:
     served: StoredTensors
 
     def write(self, tensor_key: TensorKey, tensor: Tensor) -> None:
-        """Ignore the scores."""
+        """Do nothing with the scores."""
 
     def choose(self, tensor_key: TensorKey, chosen: Tensor) -> Tensor | None:
         """Return the serving engine's choice [tokens, experts]; None if it is not known."""

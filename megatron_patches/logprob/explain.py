@@ -16,8 +16,8 @@ from megatron_patches.logprob.scorer import Scorer
 from parakit.logprob import (
     EXPLAINED_FILE,
     SCORES_FILE,
-    Explanation,
     Gap,
+    GapExplanation,
     ScoreRequest,
     TokenLogProbabilities,
     find_steps,
@@ -48,7 +48,7 @@ def explain_gap(scorer: Scorer, request: ScoreRequest) -> None:
         evidence = {}
         if any(step.hypothesis == ROUTER_CHOICES for step in steps):
             evidence[ROUTER_CHOICES] = f"{_count_flips(bridge, rewind):.1%}"
-    explanation = Explanation(first, steps, evidence, tuple(hypotheses))
+    explanation = GapExplanation(first, steps, evidence, tuple(hypotheses))
     explanation.write(Path(request.folder) / EXPLAINED_FILE)
 
 

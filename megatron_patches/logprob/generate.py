@@ -71,7 +71,7 @@ def _make_controller(scorer: Scorer, sequences: torch.Tensor, prompt_tokens: int
     )
     from megatron.training import get_tokenizer
 
-    class ForcedController(TextGenerationController):
+    class ForcedController(TextGenerationController):  # type: ignore[misc]
         """Controller that takes the next token from the sequences."""
 
         num_sampled = 0
@@ -83,7 +83,7 @@ def _make_controller(scorer: Scorer, sequences: torch.Tensor, prompt_tokens: int
             return sequences[:, position]
 
         def detokenize_generations(self, *_: Any) -> tuple[str, None]:
-            """Return no text."""
+            """Return an empty text and no segments."""
             return "", None
 
     context = StaticInferenceContext(*sequences.shape)

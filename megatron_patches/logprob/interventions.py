@@ -93,7 +93,7 @@ class Bridge:
 
     @property
     def model(self) -> Any:
-        """Megatron's model."""
+        """Megatron's model, without wrappers."""
         return self.scorer.chunks[0]
 
     def list_changes(self) -> dict[str, Change]:
@@ -265,8 +265,8 @@ class Bridge:
 
     def _list_precision(self) -> dict[str, Change]:
         """Return changes of dtypes, part by part and then of the whole model."""
-        own = next(self.model.parameters()).dtype
-        other = torch.bfloat16 if own is torch.float32 else torch.float32
+        own_dtype = next(self.model.parameters()).dtype
+        other = torch.bfloat16 if own_dtype is torch.float32 else torch.float32
         name = str(other).removeprefix("torch.")
         norms = [module for module in self.model.modules() if find_epsilon_name(module)]
         changes: dict[str, Change] = {

@@ -39,12 +39,13 @@ class Scorer:
         from megatron.core import mpu
         from megatron.training import get_args
 
-        size, ranks = get_args().micro_batch_size, mpu.get_data_parallel_world_size()
-        own = torch.from_numpy(tokens).split(size)[mpu.get_data_parallel_rank() :: ranks]
+        size, num_ranks = get_args().micro_batch_size, mpu.get_data_parallel_world_size()
+        micro_batches = torch.split(torch.from_numpy(tokens), size)
+        micro_batches_of_rank = micro_batches[mpu.get_data_parallel_rank() :: num_ranks]
         iterators = self.data if isinstance(self.data, list) else [self.data]
         for iterator in iterators:
             if iterator is not None:
-                iterator.iterable = _replace_tokens(next(iterator), own)
+                iterator.iterable = _replace_tokens(next(iterator), micro_batches_of_rank)
 
     @contextmanager
     def replay(self) -> Iterator[Callable[[], None]]:

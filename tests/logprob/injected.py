@@ -44,7 +44,7 @@ class Fault:
     train: str
     serve: str
     cause: str
-    """Family of hypotheses that explains the fault; empty for a healthy pair."""
+    """HypothesisFamily of hypotheses that explains the fault; empty for a healthy pair."""
     module: str
     """Pattern of the first module that differs; empty if no captured module differs."""
     extra: str = ""
@@ -83,9 +83,9 @@ def list_healthy_pairs() -> list[Fault]:
         # TP pads the vocabulary of the random GPT-2, and transformers counts no padding.
         layouts = "pp2 dp2 cp2" if model == "gpt2" else "tp2 sp2 pp2 dp2 cp2 tp2pp2"
         for train in ("ep2 pp2 dp2 sp2" if has_experts else layouts).split():
-            for serve, is_bf16 in (("hf", False), ("megatron", False), ("hf", True)):
-                name = f"{model}-{train}-{serve}{'-bf16' * is_bf16}"
-                pairs.append(Fault(name, model, train, serve, "", "", is_bf16=is_bf16))
+            for engine, is_bf16 in (("hf", False), ("megatron", False), ("hf", True)):
+                name = f"{model}-{train}-{engine}{'-bf16' * is_bf16}"
+                pairs.append(Fault(name, model, train, engine, "", "", is_bf16=is_bf16))
     return pairs
 
 
@@ -171,6 +171,7 @@ def main(argv: Sequence[str]) -> None:
     importlib.import_module("transformers.models.auto.modeling_auto")
     faults = [fault for fault in candidates if not ids or fault.id in ids]
     ranks = ForkedRanks()
+    ranks.start_seconds = 3600.0
     with tempfile.TemporaryDirectory() as scratch:
         laboratory = Laboratory(Path(os.environ.get("LABORATORY", scratch)), ranks)
         for fault in faults:

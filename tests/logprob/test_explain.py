@@ -12,10 +12,10 @@ from parakit.artifacts.verdict import VerifyOutcome
 from parakit.logprob import (
     FAMILIES,
     CauseKind,
-    Explanation,
     FirstModule,
     Gap,
     GapChange,
+    GapExplanation,
     LogprobVerdict,
     ModuleSide,
     TokenLogProbabilities,
@@ -164,7 +164,7 @@ def test_every_family_has_a_statement_and_advice_in_full_sentences() -> None:
 
 def test_an_explanation_survives_its_file(tmp_path: Path) -> None:
     first, steps = find_steps(measure_sum({EPSILON: 0.1}), (EPSILON,), TOLERANCE)
-    explanation = Explanation(first, steps, {EPSILON: "x"}, (EPSILON,))
+    explanation = GapExplanation(first, steps, {EPSILON: "x"}, (EPSILON,))
     explanation.write(tmp_path / "explained.json")
     assert read_explanation(tmp_path / "explained.json") == explanation
     assert explanation.remaining == steps[-1].after

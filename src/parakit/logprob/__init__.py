@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.logprob.explain import Explanation, Step, find_steps, read_explanation
+    from parakit.logprob.explain import GapExplanation, GapStep, find_steps, read_explanation
     from parakit.logprob.gap import Gap, TokenLogProbabilities, measure_gap, subtract
     from parakit.logprob.hypotheses import FAMILIES, CauseKind, split_hypothesis, state_cause
     from parakit.logprob.record import read_recorded_tokens, record_tokens
@@ -40,14 +40,14 @@ __all__ = [
     "TEXTS_FILE",
     "Cause",
     "CauseKind",
-    "Explanation",
     "FirstModule",
     "Gap",
     "GapChange",
+    "GapExplanation",
+    "GapStep",
     "LogprobVerdict",
     "ModuleSide",
     "ScoreRequest",
-    "Step",
     "Task",
     "TokenLogProbabilities",
     "find_steps",

@@ -19,7 +19,7 @@ LEAST_FRACTION = 0.1
 MOST_CAUSES = 4
 
 
-class Step(msgspec.Struct, frozen=True):
+class GapStep(msgspec.Struct, frozen=True):
     """One change that lowered the gap, with the gap before and after it."""
 
     hypothesis: str
@@ -27,12 +27,12 @@ class Step(msgspec.Struct, frozen=True):
     after: Gap
 
 
-class Explanation(msgspec.Struct, frozen=True):
+class GapExplanation(msgspec.Struct, frozen=True):
     """The changes that lower a gap, in the order in which they were applied."""
 
     first: Gap
     """Gap without any change."""
-    steps: tuple[Step, ...]
+    steps: tuple[GapStep, ...]
     evidence: dict[str, str] = {}
     """What was observed about a hypothesis besides the gap, by hypothesis."""
     tried: tuple[str, ...] = ()
@@ -49,14 +49,14 @@ class Explanation(msgspec.Struct, frozen=True):
             file.write(msgspec.json.encode(self))
 
 
-def read_explanation(path: Path) -> Explanation:
-    """Read an explanation that `Explanation.write` wrote."""
-    return msgspec.json.decode(path.read_bytes(), type=Explanation)
+def read_explanation(path: Path) -> GapExplanation:
+    """Read an explanation that `GapExplanation.write` wrote."""
+    return msgspec.json.decode(path.read_bytes(), type=GapExplanation)
 
 
 def find_steps(
     measure: Measure, hypotheses: Sequence[str], relative_tolerance: float
-) -> tuple[Gap, tuple[Step, ...]]:
+) -> tuple[Gap, tuple[GapStep, ...]]:
     """Return the gap without changes, and the changes that lower it to rounding, or as far as changes can.
 
     In each round every hypothesis is measured together with the changes so far, and the one with the smallest KL is
@@ -69,19 +69,19 @@ def find_steps(
         relative_tolerance: Relative error up to which rounding explains a gap.
     """
     first = current = measure(())
-    steps: list[Step] = []
+    steps: list[GapStep] = []
     while current.relative_error > relative_tolerance and len(steps) < MOST_CAUSES:
         applied = tuple(step.hypothesis for step in steps)
         used_families = {split_hypothesis(hypothesis)[0] for hypothesis in applied}
-        best: Step | None = None
+        best: GapStep | None = None
         for hypothesis in hypotheses:
             if split_hypothesis(hypothesis)[0] in used_families:
                 continue
             after = measure((*applied, hypothesis))
             if best is None or after.kl_nats < best.after.kl_nats:
-                best = Step(hypothesis, current, after)
+                best = GapStep(hypothesis, current, after)
             if after.relative_error <= relative_tolerance:
-                best = Step(hypothesis, current, after)
+                best = GapStep(hypothesis, current, after)
                 break
         if best is None or best.after.kl_nats > (1 - LEAST_FRACTION) * current.kl_nats:
             break

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -130,10 +130,11 @@ def subtract(
     with np.errstate(invalid="ignore"):
         differences = training.nats - serving.nats
     # Two tokens of probability 0 are equal; their difference is NaN.
-    limited: NDArray[Any] = np.nan_to_num(
+    finite = np.nan_to_num(
         differences, nan=0.0, posinf=_LARGEST_EXPONENT, neginf=-_LARGEST_EXPONENT
     )
-    return np.clip(limited, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    limited: NDArray[np.float64] = np.clip(finite, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    return limited
 
 
 def estimate_kl(differences: NDArray[np.float64]) -> NDArray[np.float64]:

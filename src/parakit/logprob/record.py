@@ -35,7 +35,10 @@ def record_tokens(
             f"There are {len(prompts)} prompts, {len(completions)} completions and {len(log_probabilities)} lists of "
             "log probabilities; give one of each per sequence."
         )
-    length = max(len(prompt) + len(rest) for prompt, rest in zip(prompts, completions, strict=True))
+    length = max(
+        len(prompt) + len(completion)
+        for prompt, completion in zip(prompts, completions, strict=True)
+    )
     tokens = np.zeros((len(prompts), length), np.int64)
     nats = np.zeros((len(prompts), length - 1))
     is_scored = np.zeros(nats.shape, bool)

@@ -1,4 +1,4 @@
-"""What a rank of Megatron is asked to score instead of training: the file that `variables.LOGPROB` names."""
+"""The request to score tokens instead of training: the file that `variables.LOGPROB` names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXPLAINED_FILE = "explained.json"
 
 
 class Task(StrEnum):
-    """What a rank does in place of the first training step."""
+    """Work that a rank does in place of the first training step."""
 
     CAPTURE = "capture"
     """Score the trainer's own micro batches, and capture the tensors of every module."""

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from parakit.artifacts.verdict import VerifyOutcome
-from parakit.logprob.explain import Step
+from parakit.logprob.explain import GapStep
 from parakit.logprob.gap import Gap
 from parakit.logprob.hypotheses import FAMILIES, CauseKind, split_hypothesis, state_cause
 
@@ -61,7 +61,7 @@ class FirstModule(msgspec.Struct, frozen=True):
 
 
 class LogprobVerdict(msgspec.Struct, frozen=True):
-    """What `make verify-logprob` reports."""
+    """Verdict of `make verify-logprob`, as in `logprob.json`."""
 
     outcome: VerifyOutcome
     gap: Gap
@@ -129,9 +129,9 @@ class LogprobVerdict(msgspec.Struct, frozen=True):
         """Yield the lines after the table of causes: the first module, what to do, and the command."""
         first = self.first_module
         if first is not None:
-            place = f" ({first.source})" if first.source else ""
+            source = f" ({first.source})" if first.source else ""
             yield (
-                f"First module that differs beyond rounding, on the {first.side} side: {first.module}{place}, "
+                f"First module that differs beyond rounding, on the {first.side} side: {first.module}{source}, "
                 f"{first.tensor}: {first.worst}"
             )
         for cause in self.causes:
@@ -147,7 +147,7 @@ def _name_kind(cause: Cause) -> str:
 class GapChange:
     """A change, with the gap before and after it, and what was observed besides the gap."""
 
-    step: Step
+    step: GapStep
     evidence: str = ""
 
 

@@ -75,8 +75,8 @@ def verify(tmp_path: Path, **variables: str) -> tuple[int, Mapping[str, Any], Pa
     if not source.is_dir():
         write_model(source, CONFIGS["llama"])
     runs = tmp_path / f"runs{len(list(tmp_path.iterdir()))}"
-    given = {"HF": str(source), "RUNS": str(runs), "SERVE": "megatron", **variables}
-    code = run("verify-logprob", given)
+    make_variables = {"HF": str(source), "RUNS": str(runs), "SERVE": "megatron", **variables}
+    code = run("verify-logprob", make_variables)
     (folder,) = runs.glob("*-verify-logprob")
     return code, json.loads((folder / "logprob.json").read_text()), folder
 

@@ -1,4 +1,4 @@
-"""The serving engine has the rotary base 1e6, where the trainer has the model's own."""
+"""The serving engine has the rotary base 1e6, where the trainer has the model's own_weight."""
 
 import torch
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding

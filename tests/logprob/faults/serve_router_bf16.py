@@ -6,11 +6,11 @@ original = MixtralTopKRouter.forward
 
 
 def forward(router, hidden_states):
-    own = router.weight.data
-    router.weight.data = own.bfloat16()
+    own_weight = router.weight.data
+    router.weight.data = own_weight.bfloat16()
     logits, weights, indices = original(router, hidden_states.bfloat16())
-    router.weight.data = own
-    return logits.to(own.dtype), weights.to(own.dtype), indices
+    router.weight.data = own_weight
+    return logits.to(own_weight.dtype), weights.to(own_weight.dtype), indices
 
 
 MixtralTopKRouter.forward = forward

@@ -6,10 +6,10 @@ from megatron.core.models.gpt import GPTModel
 original = GPTModel.forward
 
 
-def forward(model, *arguments, labels=None, **others):
+def forward(model, *arguments, labels=None, **options):
     if labels is not None:
         labels = torch.roll(labels, -1, dims=1)
-    return original(model, *arguments, labels=labels, **others)
+    return original(model, *arguments, labels=labels, **options)
 
 
 GPTModel.forward = forward

@@ -109,13 +109,13 @@ class Stored:
 
 def test_choices_of_the_serving_engine_are_counted_or_replayed() -> None:
     key = TensorKey(CaptureStage.OUTPUTS, "decoder.layers.0.mlp.router", CHOICE, 0)
-    own = torch.tensor([[True, True, False], [False, True, True]])
+    own_choice = torch.tensor([[True, True, False], [False, True, True]])
     served = torch.tensor([[True, False, True], [False, True, True]])
     comparison = ChoiceComparison(Stored(served))  # type: ignore[arg-type]
-    assert comparison.choose(key, own) is None
+    assert comparison.choose(key, own_choice) is None
     assert (comparison.num_flips, comparison.num_choices) == (1, 4)
     replay = ServedChoices(Stored(served))  # type: ignore[arg-type]
-    chosen = replay.choose(key, own)
+    chosen = replay.choose(key, own_choice)
     assert chosen is not None
     assert torch.equal(chosen, served)
-    assert replay.choose(key, own[:1]) is None
+    assert replay.choose(key, own_choice[:1]) is None

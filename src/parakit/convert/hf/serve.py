@@ -258,7 +258,7 @@ class Service:
         from transformers import AutoTokenizer
 
         tokenizer: Any = AutoTokenizer.from_pretrained(self.source)
-        tokens = self.sequences.unique().tolist()
+        tokens = np.unique(self.sequences.numpy()).tolist()
         path.write_text(json.dumps({token: tokenizer.decode([token]) for token in tokens}))
 
     def _write_weights(self, recording: Recording) -> None:

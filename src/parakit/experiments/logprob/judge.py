@@ -10,9 +10,9 @@ from parakit.logprob import (
     Cause,
     FirstModule,
     GapChange,
+    GapStep,
     LogprobVerdict,
     ModuleSide,
-    Step,
     measure_gap,
     price_causes,
 )
@@ -37,7 +37,7 @@ def judge_sides(sides: Sides) -> LogprobVerdict:
     explanation = sides.explain()
     changes = []
     if measure_gap(training, bridge).relative_error > tolerance:
-        changes.append(GapChange(Step(LAYOUT, total, measure_gap(bridge, serving))))
+        changes.append(GapChange(GapStep(LAYOUT, total, measure_gap(bridge, serving))))
     for step in explanation.steps:
         changes.append(GapChange(step, explanation.evidence.get(step.hypothesis, "")))
     return LogprobVerdict(

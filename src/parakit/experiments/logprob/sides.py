@@ -34,7 +34,7 @@ from parakit.logprob import (
     SCORES_FILE,
     SEQUENCES_FILE,
     TEXTS_FILE,
-    Explanation,
+    GapExplanation,
     ScoreRequest,
     Task,
     TokenLogProbabilities,
@@ -58,7 +58,7 @@ class SideError(ValueError):
 
 @dataclass(frozen=True)
 class SidesRequest:
-    """What is compared."""
+    """Request of a comparison: the trainer, the serving engine, and the model of both."""
 
     train: str
     """Strategy of the trainer, such as `ep2pp2`."""
@@ -208,7 +208,8 @@ class Sides:
         if self.request.recorded is not None:
             is_scored = TokenLogProbabilities.read(self.request.recorded).is_scored
             return int(np.argmax(is_scored.any(axis=0))) + 1
-        return max(1, self.bridge.tokens.shape[1] // PROMPT_FRACTION)
+        num_positions = int(self.bridge.tokens.shape[1])
+        return max(1, num_positions // PROMPT_FRACTION)
 
     @cached_property
     def serving(self) -> Path:
@@ -243,7 +244,7 @@ class Sides:
         texts: dict[str, str] = json.loads(path.read_text()) if path.is_file() else {}
         return texts
 
-    def explain(self) -> Explanation:
+    def explain(self) -> GapExplanation:
         """Return the causes of the gap between the bridge and the serving engine."""
         folder = self.folder / "explained"
         request = ScoreRequest(
@@ -296,9 +297,9 @@ class Sides:
         }
         if self.request.serve_patch is not None:
             arguments["--patch"] = self.request.serve_patch
-        words = [str(word) for pair in arguments.items() for word in pair]
+        program_arguments = [str(text) for pair in arguments.items() for text in pair]
         log = self.folder / "serving.log"
-        code = self.serve_with_transformers(words, log)
+        code = self.serve_with_transformers(program_arguments, log)
         if code:
             last_line = (log.read_text(errors="replace").strip().splitlines() or [""])[-1]
             raise SideError(f"The serving side ended with {code}: {last_line} The log is {log}")
