@@ -1,4 +1,4 @@
-"""The serving engine has the epsilon 1e-6 in its norms, where the trainer has 1e-5."""
+"""The serving engine has the epsilon 1e-5 in its norms, where the trainer has 1e-6."""
 
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
@@ -6,7 +6,7 @@ original = LlamaRMSNorm.forward
 
 
 def forward(norm, hidden_states):
-    norm.variance_epsilon = 1e-6
+    norm.variance_epsilon = 1e-5
     return original(norm, hidden_states)
 
 

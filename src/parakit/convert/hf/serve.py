@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from parakit.artifacts.capture import (
     CHOICE,
     MODEL,
+    SCORES,
     START_WEIGHT,
     CapturedModule,
     CapturedRank,
@@ -65,6 +66,8 @@ class OutputsByModule:
     """Outputs [batch, positions of the call, …] by Megatron's `module slot`."""
     choices: dict[str, list[Tensor]] = field(default_factory=dict)
     """Numbers of the chosen experts [batch, positions of the call, k] by Megatron's name of the router."""
+    scores: dict[str, list[Tensor]] = field(default_factory=dict)
+    """Scores by which experts are chosen [batch, positions of the call, experts], by the same name."""
     batch_size: int = 1
     num_experts: int = 0
 
@@ -110,13 +113,17 @@ class OutputsByModule:
         return keep
 
     def _keep_choices(self, name: str) -> Callable[..., None]:
-        """Return a hook that keeps the experts that a router chooses."""
+        """Return a hook that keeps the experts that a router chooses, and its scores."""
+
+        is_scaled = getattr(self.model.config, "norm_topk_prob", True)
 
         def keep(_: nn.Module, __: Any, output: Any) -> None:
-            indices = output[-1].detach()
-            self.choices.setdefault(name, []).append(
-                indices.view(self.batch_size, -1, indices.shape[-1])
-            )
+            logits, _, indices = (tensor.detach() for tensor in output)
+            # Megatron chooses by probabilities if they are not scaled after the choice, and by logits otherwise.
+            scores = logits if is_scaled else logits.float().softmax(-1)
+            for values, parts in ((indices, self.choices), (scores, self.scores)):
+                by_sequence = values.view(self.batch_size, -1, values.shape[-1])
+                parts.setdefault(name, []).append(by_sequence)
 
         return keep
 
@@ -133,6 +140,9 @@ class OutputsByModule:
             slots = find_module_slots(name)
             values = (slots.form(joined) if slots else joined.transpose(0, 1)).contiguous()
             sink.write(TensorKey(CaptureStage.OUTPUTS, name, slot, micro_batch), values)
+        for name, parts in self.scores.items():
+            scores = torch.cat(parts, dim=1).transpose(0, 1).flatten(0, 1)
+            sink.write(TensorKey(CaptureStage.OUTPUTS, name, SCORES, micro_batch), scores)
         for name, parts in self.choices.items():
             chosen = torch.cat(parts, dim=1).transpose(0, 1).flatten(0, 1)
             is_chosen = torch.zeros(len(chosen), self.num_experts, dtype=torch.bool)
