@@ -48,18 +48,21 @@ def test_every_public_name_is_a_function_after_every_submodule_is_imported() -> 
         "inspect_checkpoint": 1080,
         "plan": "dp2",
         "read_logs": 12,
+        "record_tokens": ["tokens.npz"],
         "report": ["tp2"],
         "why_hang": [2],
     }
 
 
 CALL_EVERYTHING = f"""
-import importlib, json, pkgutil
+import importlib, json, os, pkgutil, tempfile
 import parakit
 for module in pkgutil.walk_packages(parakit.__path__, "parakit."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 import torch
+scratch = tempfile.TemporaryDirectory()
+parakit.record_tokens(scratch.name + "/tokens.npz", [[1]], [[2]], [[-1.0]])
 layer = torch.nn.Linear(2, 2)
 data = {str(DATA)!r}
 print(json.dumps({{
@@ -69,6 +72,7 @@ print(json.dumps({{
     "inspect_checkpoint": parakit.inspect_checkpoint(data + "/gpt2-one-layer").contents.parameters,
     "plan": parakit.plan("gpt2-large", gpus=2).winner.strategy.partition("-")[0],
     "read_logs": len(parakit.read_logs({str(LOG)!r})[0].iterations),
+    "record_tokens": os.listdir(scratch.name),
     "report": [row["strategy"] for row in parakit.report([data + "/tp2.log"]).to_rows()],
     "why_hang": parakit.why_hang(data + "/stacks").culprits,
 }}))

@@ -118,7 +118,7 @@ class OutputsByModule:
         is_scaled = getattr(self.model.config, "norm_topk_prob", True)
 
         def keep(_: nn.Module, __: Any, output: Any) -> None:
-            logits, _, indices = (tensor.detach() for tensor in output)
+            logits, indices = output[0].detach(), output[-1].detach()
             # Megatron chooses by probabilities if they are not scaled after the choice, and by logits otherwise.
             scores = logits if is_scaled else logits.float().softmax(-1)
             for values, parts in ((indices, self.choices), (scores, self.scores)):
