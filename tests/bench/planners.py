@@ -310,13 +310,16 @@ def stated_rate(checkout: Path) -> str:
     return f"{rate:.0f} TFLOP/s on {rows}x{columns}x{inner}"
 
 
-def published() -> list[Residual]:
-    """Times and peaks of published runs, SimuMax' own and those of arXiv:2205.05198 among them, as ours
-    predicts them without their sources. Megatron's functional tests are left out: the host sets their
-    steps."""
-    rows = chain.from_iterable(
-        read_measurements(path)[0] for path in (MEASUREMENTS_FILE, SIMUMAX_ROWS)
-    )
+def published(readings: Path | None = None) -> list[Residual]:
+    """Return times and peaks of published runs with our predictions, which are made without their sources.
+
+    Megatron's functional tests are left out, because the host sets their steps.
+
+    Args:
+        readings: File of measurements. None means the published ones, with SimuMax' own and those of arXiv:2205.05198.
+    """
+    files = (readings,) if readings else (MEASUREMENTS_FILE, SIMUMAX_ROWS)
+    rows = chain.from_iterable(read_measurements(path)[0] for path in files)
     wanted = [
         row
         for row in rows
@@ -326,7 +329,7 @@ def published() -> list[Residual]:
     ]
     papers = [
         compute_residual(use_constants_without_source(run, run.measurement.source))
-        for run in paper_runs()
+        for run in (() if readings else paper_runs())
     ]
     return [*compute_residuals(wanted).predicted, *papers]
 
@@ -400,10 +403,15 @@ def table(comparisons: Iterable[Compared]) -> Table[Compared]:
     return Table(columns, tuple(comparisons))
 
 
-def main(console: Console, calculon: Path | None = None, simumax: Path | None = None) -> int:
-    """Print the table."""
+def main(
+    console: Console,
+    calculon: Path | None = None,
+    simumax: Path | None = None,
+    readings: Path | None = None,
+) -> int:
+    """Print the table for a file of measurements, or for the published ones; return 0."""
     checkouts = {
         planner: path for planner, path in ((CALCULON, calculon), (SIMUMAX, simumax)) if path
     }
-    console.print(markdown_table(table(compared(published(), checkouts))), soft_wrap=True)
+    console.print(markdown_table(table(compared(published(readings), checkouts))), soft_wrap=True)
     return 0

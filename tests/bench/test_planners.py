@@ -15,6 +15,7 @@ from tests.bench.planners import (
     asked,
     calculon_job,
     compared,
+    published,
     simumax_job,
     stated_rate,
     table,
@@ -111,3 +112,7 @@ def test_calibration_text_is_read_from_a_measured_rate_of_simumax(tmp_path: Path
     file.parent.mkdir(parents=True)
     file.write_text(json.dumps({"accelerator": {"op": {"matmul": matmul}}}))
     assert stated_rate(tmp_path) == "900 TFLOP/s on 4096x57344x8192"
+
+
+def test_rows_of_a_file_are_compared_without_the_published_ones() -> None:
+    assert len(published(SIMUMAX_ROWS)) == len(read_measurements(SIMUMAX_ROWS)[0])

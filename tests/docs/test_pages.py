@@ -10,10 +10,14 @@ import pytest
 from parakit.config.files import ROOT
 from parakit.config.strategy import Batch
 from parakit.formatting.units import MIB
+from parakit.planner.readings.blind import (
+    BLIND_FOLDER,
+    group_blind_by_kind,
+    predict_blind_measurements,
+)
 from parakit.planner.readings.published import h200_figures, h200_spec, usual_cluster
 from parakit.planner.readings.table import MEASUREMENTS_FILE, read_rows
 from parakit.planner.time.iteration import iteration_seconds
-from tests.docs.blind import BLIND, blind_groups
 from tests.docs.claims import Claim, judge, load_claims
 from tests.docs.pages import CLAIMS, GUIDE, PAGES, PLANNER, placed, renewed
 from tests.docs.practitioners import practitioners_table
@@ -102,29 +106,31 @@ def test_the_planners_readme_states_the_errors_of_blind_rows() -> None:
     table = readme.partition("| kind of run, held out by source |")[2].partition("\n\n")[0]
     rows = [[cell.strip() for cell in line.split(" |")] for line in table.splitlines()[2:]]
     stated = {cells[0].removeprefix("| "): cells[-2] for cells in rows if cells[-2]}
-    groups = blind_groups()
+    residuals = predict_blind_measurements()
+    groups = group_blind_by_kind(residuals)
     errors = {kind: f"{group.figures['mean_abs_error']:.1%}" for kind, group in groups.items()}
     sentences = " ".join(readme.split())
     for kind, description in (
-        ("packed documents", "one packed fine-tuning run"),
         ("GeForce RTX 4090", "one run on RTX 4090"),
         ("peak memory", "three peak memories"),
     ):
         assert f"{description} ({errors.pop(kind)})" in sentences
     assert stated == {
-        kind: f"{error} ({groups[kind].readings} rows)" for kind, error in errors.items()
+        kind: f"{error} ({len(groups[kind].errors)} rows)" for kind, error in errors.items()
     }
-    predicted = sum(group.readings for group in groups.values())
+    predicted = len(residuals.predicted)
     assert (
-        f"{len(read_rows(BLIND)[1])} rows of other sources, of which {predicted} are" in sentences
+        f"{predicted + len(residuals.refused)} rows of other sources, of which {predicted} are"
+        in sentences
     )
 
 
 def test_blind_measurements_are_not_fitted() -> None:
     columns = ("url_or_path", "model", "gpu", "gpus", "metric", "value")
+    (path,) = BLIND_FOLDER.glob("*.csv")
     fitted, blind = (
         {tuple(row[column] for column in columns) for _, row in read_rows(path)[1]}
-        for path in (MEASUREMENTS_FILE, BLIND)
+        for path in (MEASUREMENTS_FILE, path)
     )
     assert len(blind) == 31
     assert not blind & fitted

@@ -294,7 +294,7 @@ BENCHES = (
         fixed=(("name", "bench_ledger"),)),
     Command("bench NAME=planners", "tests.bench.planners:main",
         "compare our planner with Calculon and SimuMax on published measurements",
-        (v.CALCULON, v.SIMUMAX), required=("CALCULON|SIMUMAX",),
+        (v.CALCULON, v.SIMUMAX, v.READINGS), required=("CALCULON|SIMUMAX",),
         example='ARGS="--calculon ../calculon --simumax ../SimuMax"'),
     Command("bench NAME=questions", "tests.bench.questions:bench_questions",
         "grade the planner by 120 questions with measured answers", (v.SEED, v.JSON)),

@@ -197,7 +197,7 @@ def test_impossible_run_is_refused_with_the_reason(
 def test_memory_of_trainer_with_uncounted_buffers_gets_no_verdict() -> None:
     chosen = [row for row in read_measurements()[0] if row.line in (425, 570)]
     residuals = compute_residuals(chosen)
-    by_recipe, maxtext = encode_summary(residuals, collect_errors(residuals))["rows"]
+    by_recipe, maxtext = encode_summary(residuals, collect_errors(residuals), {})["rows"]
     assert by_recipe["fits"] in set(Fit)
     assert maxtext["fits"] is None
     assert maxtext["memory_bytes"]
@@ -522,7 +522,7 @@ def test_rows_with_unstated_settings_are_summarised_separately_with_intervals_ov
 ) -> None:
     path = file_of(tmp_path, {}, {"mbs": ""})
     residuals = compute_residuals(*read_measurements(path))
-    data = encode_summary(residuals, collect_errors(residuals))
+    data = encode_summary(residuals, collect_errors(residuals), {})
     assert sorted(data["sources"]) == ["mine", "mine, micro batch not stated"]
     stated, unstated = data["rows"]
     assert (stated["unstated"], stated["range"]) == ([], None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from json import dumps
@@ -17,6 +18,8 @@ from parakit.formatting.table import Column, Table, TextTable, readable_table, r
 from parakit.formatting.terminal import say, wide_console
 from parakit.formatting.units import percent
 from parakit.planner.calibration import load_device_calibration
+from parakit.planner.readings.blind import group_blind_by_kind, predict_blind_measurements
+from parakit.planner.readings.facts import assumed_facts
 from parakit.planner.readings.intervals import ERRORS_FILE, PredictionErrors, load_public_errors
 from parakit.planner.readings.page import FOLDER, write_page
 from parakit.planner.readings.residual import Residual, Residuals, compute_residuals
@@ -38,7 +41,12 @@ from parakit.planner.readings.summary import (
     group_refusals,
     largest_residuals,
 )
-from parakit.planner.readings.table import MEASUREMENTS_FILE, MeasurementsError, read_measurements
+from parakit.planner.readings.table import (
+    MEASUREMENTS_FILE,
+    MeasurementsError,
+    PublishedMeasurement,
+    read_measurements,
+)
 
 _NUM_LARGEST = 15
 _NUM_SHOWN_LINES = 6
@@ -77,11 +85,14 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
     errors = collect_errors(predicted)
     if is_file_of_user:
         errors = errors.merge(load_public_errors())
+    blind = {} if is_file_of_user else group_blind_by_kind(predict_blind_measurements())
     if json:
-        print(dumps(encode_summary(predicted, errors), indent=1))
+        print(dumps(encode_summary(predicted, errors, blind), indent=1))
         return
     console = wide_console()
-    _print_errors(predicted, errors, console)
+    _print_errors(predicted, errors, blind, console)
+    if is_file_of_user:
+        _print_assumed_facts(measurements, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
         write_atomically(ERRORS_FILE, errors.to_csv())
         page, picture = write_page(predicted, errors)
@@ -110,21 +121,35 @@ def _find_source(name: str, sources: set[str]) -> str:
     raise MeasurementsError(f"There is no one source '{name}' to leave out; name one of {near}.")
 
 
-def _print_errors(residuals: Residuals, errors: PredictionErrors, console: Console) -> None:
+def _print_errors(
+    residuals: Residuals,
+    errors: PredictionErrors,
+    blind: Mapping[str, ErrorGroup],
+    console: Console,
+) -> None:
     """Print tables of errors and intervals, the time that the planner's choices lose, and the rows that cannot be
     predicted.
+
+    Args:
+        residuals: The measurements with their predictions.
+        errors: Errors from which intervals are made.
+        blind: Errors of blind measurements by kind of run; empty for a file of the user.
+        console: The terminal.
     """
     if residuals.predicted:
         console.print(_MEANING, highlight=False)
     kinds = [*group_by_kind(residuals), *group_by_split(residuals)]
-    tables = (
-        ("By source", group_by_source(residuals)),
-        ("By GPU", group_by_gpu(residuals)),
-        ("By kind of run", kinds),
+    tables = [
+        _build_group_table("By source", group_by_source(residuals)),
+        _build_group_table("By GPU", group_by_gpu(residuals)),
+        _build_kind_table(kinds, blind),
+    ]
+    for table in tables:
+        if table.rows:
+            console.print(rich_table(table, console.width))
+    _print_blind_kinds(
+        {name: blind[name] for name in blind.keys() - {kind.name for kind in kinds}}, console
     )
-    for title, groups in tables:
-        if groups:
-            console.print(rich_table(_build_group_table(title, groups), console.width))
     if residuals.predicted:
         largest = largest_residuals(residuals, _NUM_LARGEST)
         console.print(readable_table(_build_largest_table(largest), console.width))
@@ -234,6 +259,47 @@ def _build_group_table(title: str, groups: list[ErrorGroup]) -> Table[ErrorGroup
     return Table((name_column, Column[ErrorGroup]("n", count), *figures), tuple(groups))
 
 
+def _build_kind_table(
+    groups: list[ErrorGroup], blind: Mapping[str, ErrorGroup]
+) -> Table[ErrorGroup]:
+    """Return the table of errors by kind of run. Its last column has the mean error of blind rows, and their number."""
+    table = _build_group_table("By kind of run", groups)
+    if not blind:
+        return table
+    column = Column[ErrorGroup]("blind", lambda group: describe_blind_error(blind.get(group.name)))
+    return replace(table, columns=(*table.columns, column))
+
+
+def describe_blind_error(group: ErrorGroup | None) -> str:
+    """Return the mean error of blind rows and their number, such as `10.5% (11)`; empty without rows."""
+    return f"{percent(group.figures['mean_abs_error'])} ({len(group.errors)})" if group else ""
+
+
+def _print_blind_kinds(blind: Mapping[str, ErrorGroup], console: Console) -> None:
+    """Print a line with the errors of blind rows of other kinds; nothing without such rows."""
+    if blind:
+        kinds = [f"{name} {describe_blind_error(group)}" for name, group in sorted(blind.items())]
+        say(console, f"Blind rows of other kinds: {'; '.join(kinds)}.")
+
+
+def _print_assumed_facts(measurements: Iterable[PublishedMeasurement], console: Console) -> None:
+    """Print the facts that rows of unknown sources leave out, with the values that were assumed."""
+    assumed = assumed_facts(measurements)
+    if not assumed:
+        return
+    say(console, "Some rows state no flags and have no known source. Assumed for them:")
+    facts = [f"{name} {_format_fact(value)}" for name, value in sorted(assumed.items())]
+    say(console, f"  {', '.join(facts)}")
+    say(console, "  Add a column with the name of a fact to state it.")
+
+
+def _format_fact(value: object) -> str:
+    """Return a fact as a cell states it."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return str(value) or "none"
+
+
 def _build_largest_table(items: list[Residual]) -> TextTable:
     """Return a table with one row per measurement: run, published and predicted figure, error and main components."""
     header = "measurement, GPUs, strategy, metric, published, predicted, error, mostly"
@@ -256,5 +322,6 @@ def _build_largest_table(items: list[Residual]) -> TextTable:
 _MEANING = (
     "n is the number of measurements (predicted/all). An error is predicted over published time or "
     "memory, less 1. Median, mean and p90 (nine of ten are below) are of its size; bias is the median "
-    "with its sign. ≤10% and ≤15% are the fractions of measurements with an error up to that."
+    "with its sign. ≤10% and ≤15% are the fractions of measurements with an error up to that. Blind is "
+    "the mean error of rows that were predicted before they could influence the planner, with their number."
 )

@@ -6,13 +6,14 @@ The facts stand in `sources.yaml` and `models.yaml`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from parakit.config.files import read_yaml
+from parakit.planner.readings.fact_columns import FACT_COLUMNS
 from parakit.planner.readings.table import PublishedMeasurement
 
 _CONDITIONS = ("model", "gpus", "bits", "since", "noted", "lines")
@@ -23,14 +24,33 @@ def source_facts(measurement: PublishedMeasurement) -> dict[str, Any]:
 
     A source is a publication of measurements. Its entry in the file may have cases, which apply only to some of its
     measurements. The facts of a case that applies replace the facts of the source. If several cases apply, the later
-    case wins.
+    case wins. Facts that columns of the measurement state replace all others.
     """
     facts = _read_source(measurement.source)
     release = container_release(measurement, facts)
     for case in facts.get("cases", ()):
         if _case_applies(case, measurement, release):
             facts |= {name: value for name, value in case.items() if name not in _CONDITIONS}
-    return facts
+    return facts | dict(measurement.facts)
+
+
+def assumed_facts(measurements: Iterable[PublishedMeasurement]) -> dict[str, Any]:
+    """Return the default facts that no source and no column states for some of the measurements, by name.
+
+    Measurements with flags of Megatron state their facts with these flags.
+    """
+    assumed: dict[str, Any] = {}
+    for measurement in measurements:
+        if measurement.flags or _find_source(measurement.source):
+            continue
+        stated = dict(measurement.facts)
+        defaults = _read_facts("sources")[""]
+        assumed |= {
+            name: value
+            for name, value in defaults.items()
+            if name in FACT_COLUMNS and name not in stated
+        }
+    return assumed
 
 
 def _case_applies(
@@ -81,8 +101,11 @@ def container_release(measurement: PublishedMeasurement, facts: Mapping[str, Any
     """Return the release of NVIDIA's container that a measurement used, such as 26.06, or 0 if unknown.
 
     The notes of the measurement state the release. Otherwise the source's fact `released` gives it for parts of the
-    measurement's path.
+    measurement's path. A column `release` of the measurement replaces both.
     """
+    stated = dict(measurement.facts).get("release")
+    if stated is not None:
+        return float(stated)
     noted = re.search(r"release (\d+\.\d+)", measurement.notes)
     if noted:
         return float(noted[1])
@@ -116,8 +139,12 @@ def _read_source(source: str) -> dict[str, Any]:
     that this entry lacks come from the entry with the empty name, which has the defaults.
     """
     sources = _read_facts("sources")
-    longest = max((name for name in sources if source.startswith(name)), key=len)
-    return {**sources[""], **sources[longest]}
+    return {**sources[""], **sources[_find_source(source)]}
+
+
+def _find_source(source: str) -> str:
+    """Return the longest name in `sources.yaml` with which a source's name begins; empty for an unknown source."""
+    return max((name for name in _read_facts("sources") if source.startswith(name)), key=len)
 
 
 @cache

@@ -200,7 +200,8 @@ def _refuse_unpredictable(measurement: PublishedMeasurement, source: dict[str, A
     """Raise an error for a measurement that cannot be predicted.
 
     Raises:
-        RefusedError: The source's facts state a reason, or the notes hold flags, as files of older versions do.
+        RefusedError: The source's facts state a reason. Or the notes hold flags, as files of older versions do. Or the
+            notes say `packed`, and the length of the packed documents is not known.
     """
     refused = source.get("refused")
     if refused:
@@ -209,6 +210,11 @@ def _refuse_unpredictable(measurement: PublishedMeasurement, source: dict[str, A
         raise RefusedError(
             "its notes hold flags, which have a column of their own: remove the row, and 'make report' "
             "writes it anew"
+        )
+    if "packed" in measurement.notes.split() and not source.get("document_length"):
+        raise RefusedError(
+            "its samples pack documents, and attention stays inside documents: state their mean number of "
+            "tokens in the column document_length"
         )
 
 
@@ -586,13 +592,14 @@ def _stated_execution(measurement: PublishedMeasurement, source: dict[str, Any])
     stated, is_eager = facts_for_fields(Execution, source), source["eager"]
     notes = measurement.notes.lower()
     has_graphs = container_release(measurement, source) >= source["graphs_since"]
+    has_graphs = has_graphs and model_facts(measurement.model).get("whole_graph", True)
     is_adapter = "lora" in notes or re.search(r"[/ ]peft", measurement.where) is not None
     switches = {
         "overlap_gradients": source["overlap"],
         "overlap_parameters": source["overlap"],
         "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
-        "graphs": has_graphs and model_facts(measurement.model).get("whole_graph", True),
-        "frozen": is_adapter,
+        "graphs": source.get("graphs", has_graphs),
+        "frozen": source.get("frozen", is_adapter),
         "portable_attention": is_eager,
         "unfused": is_eager and "compile" not in measurement.notes,
         "deduplicated": stated["deduplicated"] and not measurement.notes.startswith("A2A"),

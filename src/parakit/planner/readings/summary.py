@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,12 +75,12 @@ def group_by_source(residuals: Residuals) -> list[ErrorGroup]:
             return f"{source}, {' and '.join(residual.unstated)} not stated"
         return f"{source}, memory" if kind == MEMORY and TIME in kinds[source] else source
 
-    return _build_groups(residuals.predicted, name, residuals.refused)
+    return build_groups(residuals.predicted, name, residuals.refused)
 
 
 def group_by_gpu(residuals: Residuals) -> list[ErrorGroup]:
     """Return the errors of each device as two groups, one of times and one of memory."""
-    return _build_groups(
+    return build_groups(
         residuals.predicted,
         lambda item: (
             f"{item.measured_run.cluster.device.name}, {metric_kind(item.measurement.metric)}"
@@ -96,7 +96,7 @@ def group_by_kind(residuals: Residuals) -> list[ErrorGroup]:
     """
     # The kind is empty, and so the measurement is left out, if the table has no kind for it.
     with_kind = filter(_kind_of_run, residuals.predicted)
-    groups = {group.name: group for group in _build_groups(with_kind, _kind_of_run)}
+    groups = {group.name: group for group in build_groups(with_kind, _kind_of_run)}
     return [groups[kind] for kind in _KINDS if kind in groups]
 
 
@@ -143,6 +143,11 @@ def _kind_of_run(item: Residual) -> str:
         return ""
     if measurement.source not in _RECIPES:
         return _KIND_BY_SOURCE.get(measurement.metric if is_test else measurement.source, "")
+    return kind_of_device_and_model(item)
+
+
+def kind_of_device_and_model(item: Residual) -> str:
+    """Return the name of the kind of run of a recipe on Hopper or Blackwell, such as `MoE, H100`."""
     device, spec = item.measured_run.cluster.device, item.measured_run.spec
     is_hopper = device.generation == "hopper"
     if spec.shape.blocks:
@@ -162,7 +167,7 @@ def group_by_split(residuals: Residuals) -> list[ErrorGroup]:
     timed = [item for item in residuals.predicted if item.seconds]
     fitted = [item for item in timed if _kind_of_run(item) not in _NOT_FITTED]
     used, held_out = "used by the fit", "held out of the fit"
-    return _build_groups(fitted, lambda item: held_out if item.measurement.is_held_out else used)
+    return build_groups(fitted, lambda item: held_out if item.measurement.is_held_out else used)
 
 
 def largest_residuals(residuals: Residuals, count: int) -> list[Residual]:
@@ -412,15 +417,41 @@ def _encode_residual(item: Residual, errors: PredictionErrors) -> dict[str, Any]
 _ENCODED_FIGURES = ("mean_abs_error", "median_error", "p90_abs_error")
 
 
-def encode_summary(residuals: Residuals, errors: PredictionErrors) -> dict[str, Any]:
-    """Return a dictionary for `validate --json`: the errors per source, all predictions, and the refused rows."""
+def _select_figures(group: ErrorGroup) -> dict[str, float | None]:
+    """Return the statistics of a group that JSON has; they are None without predictions."""
+    return {name: group.figures.get(name) for name in _ENCODED_FIGURES}
+
+
+def _encode_figures(group: ErrorGroup | None) -> dict[str, Any] | None:
+    """Return the number of predictions of a group and its statistics; None without a group."""
+    return {"predicted": len(group.errors), **_select_figures(group)} if group else None
+
+
+def encode_summary(
+    residuals: Residuals, errors: PredictionErrors, blind: Mapping[str, ErrorGroup]
+) -> dict[str, Any]:
+    """Return a dictionary for `validate --json`: errors per source and kind, all predictions, and the refused rows.
+
+    Args:
+        residuals: The measurements with their predictions.
+        errors: Errors from which intervals are made.
+        blind: Errors of blind measurements by kind of run; empty for a file of the user.
+    """
+    kinds = {group.name: group for group in group_by_kind(residuals)}
     return {
+        "kinds": {
+            name: {
+                "held_out_by_source": _encode_figures(kinds.get(name)),
+                "blind": _encode_figures(blind.get(name)),
+            }
+            for name in (*kinds, *sorted(blind.keys() - kinds.keys()))
+        },
         "sources": {
             group.name: {
                 "metric": group.metric,
                 "readings": group.readings,
                 "predicted": len(group.errors),
-                **{name: group.figures.get(name) for name in _ENCODED_FIGURES},
+                **_select_figures(group),
             }
             for group in group_by_source(residuals)
         },
@@ -429,7 +460,7 @@ def encode_summary(residuals: Residuals, errors: PredictionErrors) -> dict[str, 
     }
 
 
-def _build_groups(
+def build_groups(
     predicted: Iterable[Residual],
     name: Callable[[Residual], str],
     refused: Iterable[Refusal] = (),

@@ -17,6 +17,12 @@ from zlib import crc32
 
 from parakit.config.files import UnreadableFileError, read_csv_rows, read_text
 from parakit.costs import FLOP_CONVENTIONS
+from parakit.planner.readings.fact_columns import (
+    FACT_COLUMNS,
+    Fact,
+    describe_fact_values,
+    parse_fact,
+)
 
 MEASUREMENTS_FILE = Path(__file__).with_name("readings.csv.gz")
 
@@ -39,7 +45,7 @@ _BATCH_COLUMNS = ("mbs", "gbs")
 COLUMNS = (*_TEXT_COLUMNS, *_WHOLE_COLUMNS, *_BATCH_COLUMNS, "params_b", "value", "ffn")
 OWN_COLUMNS = ("flags", "fused")
 """Columns of the user's own measurements, which `make report` writes. Other files may lack them."""
-OPTIONAL_COLUMNS = (*OWN_COLUMNS, "counts")
+OPTIONAL_COLUMNS = (*OWN_COLUMNS, "counts", *FACT_COLUMNS)
 
 METRICS = (
     "step_time_s",
@@ -107,6 +113,8 @@ class PublishedMeasurement:
     counts: str = ""
     """Operations that the figure counts as FLOPs, in words of `src/parakit/costs/flops.py: COUNTS`. If empty, they are
     those of the source."""
+    facts: tuple[tuple[str, Fact], ...] = ()
+    """Facts about the trainer that columns of the row state, by name (`FACT_COLUMNS`)."""
 
     @property
     def is_held_out(self) -> bool:
@@ -224,7 +232,7 @@ def _parse_row(line: int, row: Mapping[str, str]) -> PublishedMeasurement:
         raise cells.error(
             "counts", f"made of {', '.join(FLOP_CONVENTIONS)}, but also of {', '.join(unknown)}"
         )
-    texts: Any = {name: cells.texts[name] for name in (*_TEXT_COLUMNS, *OPTIONAL_COLUMNS)}
+    texts: Any = {name: cells.texts[name] for name in (*_TEXT_COLUMNS, *OWN_COLUMNS, "counts")}
     numbers: Any = {
         name: cells.whole(name, cells.texts[name]) for name in (*_WHOLE_COLUMNS, *_BATCH_COLUMNS)
     }
@@ -235,6 +243,7 @@ def _parse_row(line: int, row: Mapping[str, str]) -> PublishedMeasurement:
         value=value,
         ffn=None if is_per_expert else ffn_hidden,
         expert_ffn=ffn_hidden if is_per_expert else None,
+        facts=cells.facts(),
         **texts,
         **numbers,
     )
@@ -253,6 +262,23 @@ class _RowCells:
             f"row {self.line}, column {column}: '{self.texts[column]:.40}' is not {expected}; correct the "
             "cell, or leave it empty where it is not known"
         )
+
+    def facts(self) -> tuple[tuple[str, Fact], ...]:
+        """Return the facts that cells state, by name.
+
+        Raises:
+            MeasurementsError: A cell is no value of its fact.
+        """
+        facts = []
+        for name in FACT_COLUMNS:
+            text = self.texts[name]
+            if not text:
+                continue
+            try:
+                facts.append((name, parse_fact(name, text)))
+            except ValueError:
+                raise self.error(name, describe_fact_values(name)) from None
+        return tuple(facts)
 
     def whole(self, column: str, text: str) -> int | None:
         """Parse a whole number above 0 from `text`. An empty text gives None.

@@ -614,10 +614,9 @@ def _fused_attention_seconds(
         width: Columns of a head's queries and keys.
         value_width: Columns of a head's values.
     """
-    heads, attended = (
-        spec.shape.heads // spec.parallelism.tensor,
-        spec.shape.effective_attention_length(spec.shape.seq_length),
-    )
+    heads, length = spec.shape.heads // spec.parallelism.tensor, spec.shape.seq_length
+    document = min(rate.execution.document_length or length, length)
+    attended = spec.shape.effective_attention_length(document)
     flops = spec.micro_batch_tokens * attended * heads * (width + value_width)
     padding = -(-width // 32) * 32 / width
     narrow = 1.0

@@ -71,3 +71,6 @@ class Execution:
     overlap_offload: bool = False
     """`--overlap-cpu-optimizer-d2h-h2d`: gradients go to the host and weights come back concurrently with the host's
     update, one tensor after another."""
+    document_length: int = 0
+    """Mean number of tokens of the documents that a sample packs. Attention then stays inside documents, which are
+    taken to be equally long. 0 means that a sample is one document."""

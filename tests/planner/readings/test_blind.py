@@ -1,0 +1,31 @@
+"""Blind measurements have the kinds of the README's table, and `validate` shows their errors beside held-out ones."""
+
+import json
+
+import pytest
+
+from parakit.planner.readings.blind import group_blind_by_kind, predict_blind_measurements
+from tests.program import run_plan as main
+
+
+def test_blind_measurements_have_the_kinds_of_the_table() -> None:
+    groups = group_blind_by_kind(predict_blind_measurements())
+    assert {name: len(group.errors) for name, group in groups.items()} == {
+        "B200, GB200 dense": 2,
+        "GeForce RTX 4090": 1,
+        "H100 BF16 recipes": 3,
+        "MLPerf, dense": 9,
+        "MoE, H100": 11,
+        "peak memory": 3,
+    }
+
+
+def test_validate_shows_blind_errors_beside_those_held_out_by_source(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["validate", "--json"])
+    kinds = json.loads(capsys.readouterr().out)["kinds"]
+    assert kinds["MoE, H100"]["held_out_by_source"]["predicted"] == 23
+    assert kinds["MoE, H100"]["blind"]["predicted"] == 11
+    assert kinds["FSDP, dense"]["blind"] is None
+    assert kinds["peak memory"]["held_out_by_source"] is None
