@@ -114,7 +114,8 @@ def test_facts_that_nobody_states_are_listed_for_unknown_sources_only(
 def test_packed_documents_of_unknown_length_are_refused_and_shorten_attention(
     tmp_path: Path,
 ) -> None:
-    packed = {"seq": "16384", "notes": "packed to 16384"}
+    sample = {"seq": "16384", "value": "20"}
+    packed = sample | {"notes": "packed to 16384"}
     with pytest.raises(RefusedError, match="state their mean number of tokens in the column doc"):
         convert_measurement(parse_single_row(tmp_path, **packed))
     whole, short = (
@@ -123,7 +124,7 @@ def test_packed_documents_of_unknown_length_are_refused_and_shorten_attention(
         )
         for length in ("16384", "1024")
     )
-    plain = compute_residual(convert_measurement(parse_single_row(tmp_path, seq="16384")))
+    plain = compute_residual(convert_measurement(parse_single_row(tmp_path, **sample)))
     assert whole.seconds == plain.seconds
     assert short.seconds is not None
     assert whole.seconds is not None
