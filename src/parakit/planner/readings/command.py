@@ -276,10 +276,10 @@ def describe_blind_error(group: ErrorGroup | None) -> str:
 
 
 def _print_blind_kinds(blind: Mapping[str, ErrorGroup], console: Console) -> None:
-    """Print a line with the errors of blind rows of other kinds; nothing without such rows."""
+    """Print a sentence with the errors of blind rows of other kinds; nothing without such rows."""
     if blind:
         kinds = [f"{name} {describe_blind_error(group)}" for name, group in sorted(blind.items())]
-        say(console, f"Blind rows of other kinds: {'; '.join(kinds)}.")
+        console.print(f"Blind rows of other kinds: {'; '.join(kinds)}.", highlight=False)
 
 
 def _print_assumed_facts(measurements: Iterable[PublishedMeasurement], console: Console) -> None:
@@ -287,10 +287,12 @@ def _print_assumed_facts(measurements: Iterable[PublishedMeasurement], console: 
     assumed = assumed_facts(measurements)
     if not assumed:
         return
-    say(console, "Some rows state no flags and have no known source. Assumed for them:")
     facts = [f"{name} {_format_fact(value)}" for name, value in sorted(assumed.items())]
-    say(console, f"  {', '.join(facts)}")
-    say(console, "  Add a column with the name of a fact to state it.")
+    console.print(
+        f"Some rows state no flags and have no known source. Assumed for them: {', '.join(facts)}. A column with "
+        "the name of a fact states it.",
+        highlight=False,
+    )
 
 
 def _format_fact(value: object) -> str:
