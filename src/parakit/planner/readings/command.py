@@ -90,9 +90,9 @@ def validate(readings: Path | None, leave_out: str | None, json: bool, fit: bool
         print(dumps(encode_summary(predicted, errors, blind), indent=1))
         return
     console = wide_console()
-    _print_errors(predicted, errors, blind, console)
     if is_file_of_user:
         _print_assumed_facts(measurements, console)
+    _print_errors(predicted, errors, blind, console)
     if readings is None and leave_out is None and FOLDER.is_dir():
         write_atomically(ERRORS_FILE, errors.to_csv())
         page, picture = write_page(predicted, errors)
