@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from parakit.costs.activations import (
         FP8_RECIPE_BYTES,
         chunk_activation_bytes,
+        layer_activation_bytes,
         norm_modules,
         offloaded_bytes,
         residual_bytes,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         partial_gradient_collectives,
     )
     from parakit.costs.constraints import CP_COMM_TYPES, NEWEST, divisors, find_violations
-    from parakit.costs.dispatchers import DEEP_EP_NVLINK_PEERS
+    from parakit.costs.dispatchers import DEEP_EP_NVLINK_PEERS, supports_deep_ep
     from parakit.costs.flops import (
         FLOP_CONVENTIONS,
         WITH_RECOMPUTE,
@@ -155,6 +156,7 @@ __all__ = [
     "held_parameters",
     "host_bytes",
     "keeps_quantised_weights",
+    "layer_activation_bytes",
     "layer_collectives",
     "layers_in_flight",
     "link_seconds",
@@ -178,6 +180,7 @@ __all__ = [
     "simulate_schedule",
     "stride_and_ranks",
     "sum_bytes_by_group",
+    "supports_deep_ep",
     "token_flops",
     "total_parameters",
     "total_wire_bytes",

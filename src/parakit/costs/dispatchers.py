@@ -50,6 +50,11 @@ def dispatcher_bytes(spec: RunSpec) -> int:
     return _hybrid_ep_bytes(spec, ranks) if is_hybrid else 0
 
 
+def supports_deep_ep(spec: RunSpec) -> bool:
+    """Return True if DeepEP can send a run's tokens: it knows the number of ranks that share the experts."""
+    return bool(spec.shape.experts) and group_size(spec.parallelism, Group.TENSOR_EXPERT) in _HELD
+
+
 def _hidden(spec: RunSpec) -> int:
     """Return the width of a routed token."""
     return spec.shape.latent_experts or spec.shape.hidden

@@ -229,20 +229,18 @@ def _cost_sentence(plan: Plan, winner: Candidate) -> str:
 def _request_sentence(request: Request) -> str:
     """Return a sentence with the model, the devices and the global batch of a request.
 
-    For several nodes the sentence names the network. It says if the global batch is only assumed.
+    For several nodes the sentence names the network. If nobody stated the global batch, it says where it comes from.
     """
     cluster, shape = request.cluster, request.template.shape
     parameters = total_parameters(shape)
     is_billions = parameters >= 0.1e9
     size = f"{parameters / 1e9:.2f} billion" if is_billions else f"{parameters / 1e6:,.1f} million"
     nodes = f", {cluster.nodes} nodes of {cluster.per_node} ({cluster.network})"
-    assumption = " (the batch of the model's file)"
-    if not request.is_batch_assumed:
-        assumption = ""
+    origin = f" ({request.batch_origin})" if request.batch_origin else ""
     return (
         f"{request.model.name} has {size} parameters and trains on {cluster.devices:,} "
         f"{cluster.device.name}{nodes if cluster.nodes > 1 else ''}, with a global batch of "
-        f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens{assumption}."
+        f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens{origin}."
     )
 
 
@@ -258,8 +256,7 @@ def tie_sentence(plan: Plan) -> str:
     winner = plan.ranked[0].strategy
     return (
         f"{joined(names)} {verb} tied with {winner}: predictions cannot tell times within "
-        f"{TIE_RATIO - 1:.0%} apart. The plan chooses {winner}, because it has the fewest kinds of parallelism "
-        "among the tied strategies with about the least memory."
+        f"{TIE_RATIO - 1:.0%} apart. The plan chooses {winner}, because it is the most usual of them."
     )
 
 

@@ -12,7 +12,7 @@ from parakit.config.model import ModelShape
 from parakit.config.offload import NO_OFFLOAD
 from parakit.config.recompute import Recompute
 from parakit.config.replacing import replace, replace_cached
-from parakit.config.run import DeviceKind, RunSpec
+from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec
 from parakit.config.stages import EVEN_SPLIT, choose_stage_split, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import CP_COMM_TYPES, divisors
@@ -21,7 +21,7 @@ LARGEST_MICRO_BATCH = 64
 
 
 def enumerate_splits(
-    shape: ModelShape, devices: int, expert_tensor: int = 0
+    shape: ModelShape, devices: int, expert_tensor: int = 0, most_tensor: int | None = None
 ) -> Iterator[Parallelism]:
     """Yield every parallelism over `devices` ranks with which the model can be split.
 
@@ -29,9 +29,11 @@ def enumerate_splits(
     stages and sharding are left out.
 
     Args:
-        expert_tensor: Ranks over which each expert is split. 0 means the tensor parallelism of all other layers.
+        expert_tensor: Ranks over which each expert is split (ETP). 0 means that ETP is not stated: then experts are
+            not split (ETP 1), or split as all other layers, which is Megatron's default.
+        most_tensor: Largest degree of tensor parallelism; None for no limit.
     """
-    for tensor in divisors(devices):
+    for tensor in divisors(devices, most_tensor):
         if shape.heads % tensor or shape.query_groups % tensor or shape.ffn_hidden % tensor:
             continue
         if shape.mamba and (shape.mamba.heads % tensor or shape.mamba.groups % tensor):
@@ -44,7 +46,11 @@ def enumerate_splits(
                     continue
                 data = devices // (tensor * context * pipeline)
                 plain = Parallelism(data, tensor=tensor, pipeline=pipeline, context=context)
-                yield from _split_experts(shape, plain.with_expert_tensor(expert_tensor))
+                if shape.experts and tensor > 1 and not expert_tensor:
+                    yield from _split_experts(shape, plain.with_expert_tensor(1))
+                    yield from _split_indivisible_experts(shape, plain)
+                else:
+                    yield from _split_experts(shape, plain.with_expert_tensor(expert_tensor))
 
 
 def list_micro_batch_sizes(
@@ -80,11 +86,29 @@ def build_unsharded_spec(
 def list_recomputes(template: RunSpec) -> list[Recompute]:
     """Return the recomputations that a search tries, from no recomputation to full recomputation.
 
-    With fused attention, selective recomputation is left out, because fused attention stores no scores anyway.
+    With fused attention, the scores are not recomputed, because fused attention stores none. Modules are recomputed
+    only in models with experts or latent attention, because Transformer Engine's dense layers have no cheap modules to
+    recompute.
     """
-    if template.fused_attention:
-        return [Recompute.NONE, Recompute.FULL]
-    return [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL]
+    if not template.fused_attention:
+        return [Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL]
+    return [Recompute.NONE, *_list_module_recomputes(template), Recompute.FULL]
+
+
+def _list_module_recomputes(template: RunSpec) -> list[Recompute]:
+    """Return the recomputations of single modules that a search tries, in the order of falling memory.
+
+    Megatron refuses to recompute these modules with delayed scaling, and recomputes activations of experts only in
+    grouped products, which need Transformer Engine.
+    """
+    shape = template.shape
+    is_refused = template.fp8_recipe is Fp8Recipe.DELAYED or not template.fused_norms
+    if shape.blocks or not shape.experts or is_refused:
+        return []
+    if not shape.latent:
+        return [Recompute(frozenset({"layernorm", "moe_act"}))]
+    up_projections = frozenset({"layernorm", "mla_up_proj"})
+    return [Recompute(up_projections), Recompute(up_projections | {"moe_act", "mlp"})]
 
 
 def enumerate_variants(plain: RunSpec) -> Iterator[RunSpec]:
@@ -171,6 +195,17 @@ def _split_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelis
         if ranks // expert_tensor % expert == 0:
             for sequence_parallel in sequence_choices:
                 yield replace(plain, expert=expert, sequence_parallel=sequence_parallel)
+
+
+def _split_indivisible_experts(shape: ModelShape, plain: Parallelism) -> Iterator[Parallelism]:
+    """Yield `plain`, which splits experts as all other layers, where full experts cannot be on as many ranks.
+
+    Where they can, EP times TP with full experts holds as many bytes per rank, computes larger matrix products and
+    sends each token once instead of gathering it over TP (parallel folding, arXiv:2504.14960).
+    """
+    for split in _split_experts(shape, plain):
+        if shape.experts % (split.expert * split.tensor):
+            yield split
 
 
 def _list_sequence_choices(shape: ModelShape, plain: Parallelism) -> list[bool]:

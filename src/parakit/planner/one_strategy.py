@@ -260,7 +260,7 @@ def print_timed_strategies(strategies: Sequence[TimedStrategy], console: Console
     print_ignored(first.ignored_flags, console)
     console.print(rich_table(_build_breakdown(strategies), console.width))
     print_missing_file(first.request.model, console)
-    say(console, plan_command(first.request, first.candidate.spec))
+    say(console, plan_command(first.request, first.candidate))
 
 
 def draw_timed_strategies(strategies: Sequence[TimedStrategy], path: Path) -> None:

@@ -9,17 +9,18 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from parakit.config.flags import Flags
 from parakit.formatting.units import GIB, gib, joined
+from parakit.planner.expert_options import NO_EXPERT_OPTIONS, ExpertOptions
 from parakit.planner.options import PlanOptions
 from parakit.planner.request import build_request
 from parakit.planner.search import (
     Candidate,
     Plan,
     Request,
-    evaluate_configuration,
+    reevaluate_candidate,
+    reevaluate_plan,
     search_configurations,
 )
 
@@ -36,6 +37,10 @@ class Switch:
     """Name of another switch without which Megatron refuses this one; empty for none."""
     is_of_shards: bool = False
     """True if Megatron refuses the switch without a distributed optimizer."""
+    expert_options: ExpertOptions = NO_EXPERT_OPTIONS
+    """Options that each candidate of a search uses if it can. Their flags are not part of `flags`."""
+    alternatives: tuple[tuple[str, ...], ...] = ()
+    """Other flags with which the same switch can be set. The fastest flags are chosen for the winner."""
 
 
 @dataclass(frozen=True)
@@ -76,13 +81,21 @@ _WEIGHTS = Switch(
 )
 _TENSOR = Switch("tensor-parallel calls overlapped with products", ("--tp-comm-overlap",))
 _LOSS = Switch("a fused loss", ("--cross-entropy-loss-fusion", "--cross-entropy-fusion-impl", "te"))
-_DEEPEP = Switch(
-    "DeepEP",
-    ("--moe-token-dispatcher-type", "flex", "--moe-flex-dispatcher-backend", "deepep"),
+_DEEPEP = Switch("DeepEP", (), expert_options=ExpertOptions(deep_ep=True))
+_EXPERT_OVERLAP = Switch(
+    "tokens sent during another micro batch's computation",
+    (),
+    expert_options=ExpertOptions(overlap=True),
 )
 _HALF = Switch("gradients reduced in bf16", ("--grad-reduce-in-bf16",))
-_EIGHT = Switch("fp8 products", ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"))
-_MICROSCALED = replace(_EIGHT, flags=("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"))
+_EIGHT = Switch(
+    "fp8 products",
+    ("--fp8-format", "hybrid", "--fp8-recipe", "tensorwise"),
+    alternatives=(("--fp8-format", "e4m3", "--fp8-recipe", "blockwise"),),
+)
+_MICROSCALED = replace(
+    _EIGHT, flags=("--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"), alternatives=()
+)
 _GATHERED = Switch("weights kept in fp8", ("--fp8-param-gather",), _EIGHT.name, True)
 
 
@@ -96,8 +109,10 @@ def list_switches(recipe: str, request: Request) -> tuple[Switch, ...]:
     if recipe == DEFAULTS or device.key == "cpu":
         return ()
     switches = [_GRADIENTS, _WEIGHTS, _TENSOR, _LOSS]
-    if template.shape.experts and device.generation in ("hopper", "blackwell"):
-        switches.append(_DEEPEP)
+    if template.shape.experts:
+        switches.append(_EXPERT_OVERLAP)
+        if device.generation in ("hopper", "blackwell"):
+            switches.append(_DEEPEP)
     if recipe == ALL and template.dtype == "bf16":
         switches.append(_HALF)
         if "fp8" in device.peak_tflops:
@@ -106,7 +121,7 @@ def list_switches(recipe: str, request: Request) -> tuple[Switch, ...]:
     stated = Flags((*request.model.flags, *request.extra))
     unstated = []
     for switch in switches:
-        is_stated = any(stated.has(flag) for flag in switch.flags)
+        is_stated = any(stated.has(flag) for flag in _all_flags(switch))
         if not is_stated:
             unstated.append(switch)
     names = {switch.name for switch in unstated}
@@ -130,20 +145,19 @@ def search_recipes(
     plan = search_configurations(_build_request_with(options, switches), slack=slack)
     if not switches or plan.winner is None:
         return plan, ()
-    winner, kept = plan.winner, switches
-    for switch in switches:
-        fewer = _drop_switch(kept, switch)
-        without = _evaluate_under(_build_request_with(options, fewer), winner)
-        is_refused = switch.is_of_shards and not winner.spec.parallelism.sharding
-        if is_refused or not _measure_gain(switch, without, winner).is_worth_it:
-            kept, winner = fewer, without
-    if kept != switches:
+    kept, is_harmful = _keep_gaining_switches(options, switches, plan.winner)
+    kept = _choose_alternatives(options, kept, plan.winner)
+    if is_harmful:
         plan = search_configurations(_build_request_with(options, kept), slack=slack)
-    best = plan.winner or winner
+    elif kept != switches:
+        plan = reevaluate_plan(plan, _build_request_with(options, kept))
+    best = plan.winner
+    if best is None:
+        return plan, ()
     chosen = []
     for switch in kept:
         request = _build_request_with(options, _drop_switch(kept, switch))
-        chosen.append(_measure_gain(switch, _evaluate_under(request, best), best))
+        chosen.append(_measure_gain(switch, reevaluate_candidate(request, best), best))
     return plan, tuple(chosen)
 
 
@@ -160,6 +174,46 @@ def recipe_sentence(recipe: str, chosen: Sequence[ChosenSwitch]) -> str:
     )
 
 
+def _keep_gaining_switches(
+    options: PlanOptions, switches: tuple[Switch, ...], winner: Candidate
+) -> tuple[tuple[Switch, ...], bool]:
+    """Return the switches by which the winner gains, and whether a dropped switch made the winner slower.
+
+    Such a switch may have made other candidates slower too, so that only a further search finds the fastest one.
+    """
+    kept, is_harmful = switches, False
+    for switch in switches:
+        fewer = _drop_switch(kept, switch)
+        without = reevaluate_candidate(_build_request_with(options, fewer), winner)
+        is_refused = switch.is_of_shards and not winner.spec.parallelism.sharding
+        gain = _measure_gain(switch, without, winner)
+        if is_refused or not gain.is_worth_it:
+            is_harmful |= gain.saves < -_LEAST_SAVING
+            kept, winner = fewer, without
+    return kept, is_harmful
+
+
+def _choose_alternatives(
+    options: PlanOptions, switches: tuple[Switch, ...], winner: Candidate
+) -> tuple[Switch, ...]:
+    """Return the switches with those flags among their alternatives that make the winner fastest."""
+    chosen = switches
+    for index, switch in enumerate(switches):
+        seconds = {}
+        for flags in (switch.flags, *switch.alternatives):
+            variant = replace(switch, flags=flags)
+            attempt = (*chosen[:index], variant, *chosen[index + 1 :])
+            request = _build_request_with(options, attempt)
+            seconds[attempt] = reevaluate_candidate(request, winner).seconds.total
+        chosen = min(seconds, key=seconds.__getitem__)
+    return chosen
+
+
+def _all_flags(switch: Switch) -> tuple[str, ...]:
+    """Return the flags of a switch, with those of its options for experts."""
+    return (*switch.flags, *switch.expert_options.flags)
+
+
 def _drop_switch(switches: Sequence[Switch], dropped: Switch) -> tuple[Switch, ...]:
     """Return the switches without one of them, and without those that need it."""
     return tuple(switch for switch in switches if dropped.name not in (switch.name, switch.needs))
@@ -168,21 +222,22 @@ def _drop_switch(switches: Sequence[Switch], dropped: Switch) -> tuple[Switch, .
 def _build_request_with(options: PlanOptions, switches: Sequence[Switch]) -> Request:
     """Return the request of the options, with the flags of switches in addition."""
     flags = shlex.join(flag for switch in switches for flag in switch.flags)
-    return build_request(replace(options, extra=f"{options.extra or ''} {flags}"))
-
-
-def _evaluate_under(request: Request, candidate: Candidate) -> Candidate:
-    """Return a candidate's strategy and batch, evaluated with another request's flags."""
-    names = ("parallelism", "batch", "recompute", "stages", "cp_comm_type")
-    strategy: dict[str, Any] = {name: getattr(candidate.spec, name) for name in names}
-    return evaluate_configuration(request, replace(request.template, **strategy))
+    request = build_request(replace(options, extra=f"{options.extra or ''} {flags}"))
+    allowed = [switch.expert_options for switch in switches]
+    return replace(
+        request,
+        expert_options=ExpertOptions(
+            deep_ep=any(choice.deep_ep for choice in allowed),
+            overlap=any(choice.overlap for choice in allowed),
+        ),
+    )
 
 
 def _measure_gain(switch: Switch, without: Candidate, with_switch: Candidate) -> ChosenSwitch:
     """Return the fraction of time and the bytes that a switch saves, from a candidate without and with the switch."""
     return ChosenSwitch(
         switch.name,
-        switch.flags,
+        _all_flags(switch),
         saves=1 - with_switch.seconds.total / without.seconds.total,
         saved_bytes=without.memory.needed - with_switch.memory.needed,
         is_needed=with_switch.is_recommended and not without.is_recommended,

@@ -32,6 +32,8 @@ from parakit.planner.time.cluster import Cluster
 
 MOST_DEVICES = 262_144
 EXPERT_TENSOR = "--expert-tensor-parallel-size"
+USUAL_BATCH_TOKENS = 2**22
+"""Tokens of a batch if nothing states one: 4 million, as Llama 2 was trained with (arXiv:2307.09288 §2.2)."""
 
 
 def build_request(options: PlanOptions) -> Request:
@@ -54,7 +56,7 @@ def build_request(options: PlanOptions) -> Request:
     is_cpu = device.key == "cpu"
     dtype = options.dtype or ("fp32" if is_cpu else model.dtype)
     _refuse_unknown_dtype(dtype)
-    global_batch = _resolve_global_batch(options, model, devices)
+    global_batch, batch_origin = _resolve_global_batch(options, model, devices)
     template = _build_template(options, model, extra, global_batch)
     if is_cpu:
         template = adapt_to_cpu_ranks(template)
@@ -88,7 +90,7 @@ def build_request(options: PlanOptions) -> Request:
         template,
         own_runs=own_runs,
         extra=tuple(extra),
-        is_batch_assumed=not options.global_batch,
+        batch_origin=batch_origin,
     )
 
 
@@ -119,23 +121,42 @@ def _refuse_unknown_dtype(dtype: str) -> None:
     raise RequestError(f"There is no dtype '{dtype}'; {remedy}")
 
 
-def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> int:
-    """Return the global batch of the options, or of the model if the options state none.
+def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> tuple[int, str]:
+    """Return the global batch, and a phrase that says where an assumed batch comes from.
 
-    The kit's models state a batch for one device, which is multiplied by the number of devices. A user's own file
-    states the full global batch.
+    The phrase is empty if the options state the batch. Otherwise the batch is that of the model's file, if the file
+    states one. A user's own file states the full global batch. A file of the kit states the batch of one device, which
+    is multiplied by the number of devices, and one sample states nothing. Without a stated batch, `usual_batch` is
+    taken.
 
     Raises:
         RequestError: The batch is below 1.
     """
-    batch = options.global_batch
-    if not batch:
-        is_global = model.source and Flags(model.flags).has("--global-batch-size")
-        scaled = scale_batch(model.batch, Parallelism(data=devices))
-        batch = (model.batch if is_global else scaled).global_batch_size
-    if batch < 1:
-        raise RequestError(f"The global batch is {batch}; use 1 or more.")
-    return batch
+    if options.global_batch is not None:
+        if options.global_batch < 1:
+            raise RequestError(f"The global batch is {options.global_batch}; use 1 or more.")
+        return options.global_batch, ""
+    stated = model.batch.global_batch_size
+    if model.source and Flags(model.flags).has("--global-batch-size"):
+        return stated, "the batch of the model's file"
+    if stated > 1 or options.gpu == "cpu":
+        batch = scale_batch(model.batch, Parallelism(data=devices))
+        per_device = plural(stated, "sequence")
+        return batch.global_batch_size, f"{per_device} per device, the batch of the model's file"
+    seq_length = options.seq or model.shape.seq_length
+    return usual_batch(seq_length, devices), "about 4 million tokens, which is assumed"
+
+
+def usual_batch(seq_length: int, devices: int) -> int:
+    """Return the number of sequences in a batch of about `USUAL_BATCH_TOKENS` tokens.
+
+    The number is a multiple of the number of devices, if there are at least as many sequences as devices. Then every
+    degree of data parallelism divides the batch.
+    """
+    sequences = max(1, round(USUAL_BATCH_TOKENS / max(1, seq_length)))
+    if sequences < devices:
+        return sequences
+    return devices * round(sequences / devices)
 
 
 def _build_template(

@@ -13,6 +13,7 @@ below the tenth best time. The ranking equals that of an exhaustive search, whic
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -45,6 +46,11 @@ from parakit.planner.candidates import (
     list_virtual_stages,
     min_memory_variant,
 )
+from parakit.planner.expert_options import (
+    NO_EXPERT_OPTIONS,
+    ExpertOptions,
+    choose_expert_options,
+)
 from parakit.planner.readings.local_readings import OwnRuns
 from parakit.planner.ties import TIE_RATIO, are_tied, choose_preferred
 from parakit.planner.time.cluster import Cluster
@@ -68,6 +74,9 @@ LEAST_SAMPLE_TIME_RATIO = 0.96
 
 Matrix products are computed in whole tiles, so the larger micro batch can waste more of its last tiles.
 """
+MOST_TENSOR_ACROSS_NODES = 8
+"""Largest degree of tensor parallelism that a search tries on nodes with fewer devices. It tries larger degrees only
+inside a node, because nobody splits each matrix product over a network."""
 _MOST_DEVICES = 65536
 
 
@@ -85,8 +94,10 @@ class Request:
     """The user's own measurements on this kind of device. They correct every predicted time."""
     extra: tuple[str, ...] = ()
     """Megatron's flags of EXTRA, beyond the model's own."""
-    is_batch_assumed: bool = False
-    """True if the global batch is that of the model's file, because the user gave none."""
+    expert_options: ExpertOptions = NO_EXPERT_OPTIONS
+    """Options for experts that each candidate uses if Megatron and DeepEP accept them."""
+    batch_origin: str = ""
+    """Phrase that says where the global batch comes from; empty if the user gave one."""
 
     @property
     def capacity(self) -> int:
@@ -109,6 +120,8 @@ class Candidate:
     verdict: Fit
     tokens_per_second: float
     mfu: float
+    expert_options: ExpertOptions = NO_EXPERT_OPTIONS
+    """Options for experts that the search chose in addition to the flags of its request."""
 
     @property
     def strategy(self) -> str:
@@ -175,7 +188,7 @@ def search_configurations(request: Request, kept: int = MOST_RANKED, slack: floa
         fastest = sorted(fitting, key=_sort_key)[:kept]
         fitting = [_correct_by_own_runs(request, candidate) for candidate in fastest]
         examined = [_correct_by_own_runs(request, candidate) for candidate in examined]
-    ranked = _put_preferred_first(sorted(fitting, key=_sort_key))[:kept]
+    ranked = _put_preferred_first(request, sorted(fitting, key=_sort_key))[:kept]
     closest = evaluate_configuration(request, lightest) if lightest else None
     return Plan(request, legal, tuple(ranked), closest, tuple(examined))
 
@@ -225,9 +238,17 @@ def _evaluate_variants(request: Request, bound: _Bound, limit: float) -> Iterato
         peak = find_peak_rank_within(spec, request.capacity)
         if peak:
             yield _predict(request, spec, peak)
+            continue
+        # DeepEP's buffers may be what does not fit.
+        plain_dispatcher = request.template.token_dispatcher
+        if spec.token_dispatcher is not plain_dispatcher:
+            lighter = replace(spec, token_dispatcher=plain_dispatcher)
+            peak = find_peak_rank_within(lighter, request.capacity)
+            if peak:
+                yield _predict(request, lighter, peak)
 
 
-def _put_preferred_first(ranked: list[Candidate]) -> list[Candidate]:
+def _put_preferred_first(request: Request, ranked: list[Candidate]) -> list[Candidate]:
     """Return the candidates with the preferred candidate in front.
 
     The preferred candidate is chosen by `choose_preferred` among those that are tied with the fastest. The others keep
@@ -236,8 +257,8 @@ def _put_preferred_first(ranked: list[Candidate]) -> list[Candidate]:
     if not ranked:
         return ranked
     seconds = {candidate.spec: candidate.seconds.total for candidate in ranked}
-    memory_bytes = {candidate.spec: candidate.memory.total for candidate in ranked}
-    preferred = choose_preferred(seconds, memory_bytes.__getitem__)
+    memory = {candidate.spec: candidate.memory for candidate in ranked}
+    preferred = choose_preferred(seconds, memory.__getitem__, request.cluster)
     return sorted(ranked, key=lambda candidate: candidate.spec != preferred)
 
 
@@ -251,7 +272,34 @@ def evaluate_configuration(
         spec: The configuration.
         fullest: Pipeline rank with the peak memory, and its memory. None computes both.
     """
+    if fullest is None:
+        spec = choose_expert_options(spec, request.expert_options).apply_to_spec(spec)
     return _correct_by_own_runs(request, _predict(request, spec, fullest or find_peak_rank(spec)))
+
+
+def reevaluate_plan(plan: Plan, request: Request) -> Plan:
+    """Return a plan whose ranked candidates are predicted for another request, and ranked again.
+
+    The request differs from that of the plan only in flags that change time or memory.
+    """
+    candidates = [reevaluate_candidate(request, candidate) for candidate in plan.ranked]
+    recommended = [candidate for candidate in candidates if candidate.is_recommended]
+    ranked = _put_preferred_first(request, sorted(recommended, key=_sort_key))
+    return replace(plan, request=request, ranked=tuple(ranked))
+
+
+def reevaluate_candidate(request: Request, candidate: Candidate) -> Candidate:
+    """Return a candidate's configuration, predicted for another request."""
+    spec = candidate.spec
+    configuration = replace(
+        request.template,
+        parallelism=spec.parallelism,
+        batch=spec.batch,
+        recompute=spec.recompute,
+        stages=spec.stages,
+        cp_comm_type=spec.cp_comm_type,
+    )
+    return evaluate_configuration(request, configuration)
 
 
 def _correct_by_own_runs(request: Request, candidate: Candidate) -> Candidate:
@@ -279,7 +327,8 @@ def _predict(request: Request, spec: RunSpec, peak: tuple[int, PredictedMemory])
         peak: Pipeline rank with the peak memory, and its memory.
     """
     peak_rank, memory = peak
-    cluster, shape = request.cluster, spec.shape
+    options, cluster = _use_expert_options(request, spec)
+    shape = spec.shape
     seconds = iteration_seconds(spec, cluster)
     samples = spec.batch.global_batch_size
     peak_flops = cluster.device.peak_flops(spec.dtype) or 0.0
@@ -293,7 +342,27 @@ def _predict(request: Request, spec: RunSpec, peak: tuple[int, PredictedMemory])
         verdict=judge_fit_on_cluster(spec, memory, cluster),
         tokens_per_second=samples * shape.seq_length / seconds.total,
         mfu=mfu(model_flops(shape, samples), seconds.total, devices, peak_flops),
+        expert_options=options,
     )
+
+
+def _use_expert_options(
+    request: Request, spec: RunSpec, may_interleave: bool = False
+) -> tuple[ExpertOptions, Cluster]:
+    """Return the options for experts that a run uses, and the request's cluster with these options.
+
+    A run whose token dispatcher is the template's does not use DeepEP.
+
+    Args:
+        request: The request.
+        spec: The run.
+        may_interleave: True if the run stands for runs with several virtual stages too.
+    """
+    allowed = request.expert_options
+    if spec.token_dispatcher is request.template.token_dispatcher:
+        allowed = replace(allowed, deep_ep=False)
+    options = choose_expert_options(spec, allowed, may_interleave)
+    return options, options.apply_to_cluster(request.cluster)
 
 
 def select_pareto_frontier(candidates: Iterable[Candidate]) -> list[Candidate]:
@@ -352,8 +421,9 @@ def _bound_all_splits(request: Request) -> tuple[int, list[_Bound], RunSpec | No
     template, legal = request.template, 0
     bounds: list[_Bound] = []
     least_bytes, lightest = inf, None
-    expert_tensor = template.parallelism.expert_tensor
-    for split in enumerate_splits(template.shape, request.cluster.devices, expert_tensor):
+    cluster, expert_tensor = request.cluster, template.parallelism.expert_tensor
+    most_tensor = max(MOST_TENSOR_ACROSS_NODES, cluster.per_node)
+    for split in enumerate_splits(template.shape, cluster.devices, expert_tensor, most_tensor):
         sizes = list_micro_batch_sizes(split, request.global_batch)
         if not sizes:
             continue
@@ -369,6 +439,8 @@ def _bound_all_splits(request: Request) -> tuple[int, list[_Bound], RunSpec | No
             least_bytes, lightest = memory.total, smallest
         if memory.total <= request.capacity:
             plain = build_unsharded_spec(template, split, sizes[0], Recompute.NONE)
+            options = choose_expert_options(plain, request.expert_options)
+            plain = options.apply_to_spec(plain)
             if split.context > 1:
                 plain = replace(plain, cp_comm_type="")
             bounds.append(_compute_bound(request, plain, tuple(sizes), _Unchosen.ALL, after=0.0))
@@ -390,14 +462,15 @@ def _compute_bound(
         unchosen: Choices that the bound leaves open.
         after: Lower bound on the seconds of pipeline messages, gradient communication and update.
     """
-    cluster, split = request.cluster, plain.parallelism
+    split = plain.parallelism
     if plain.batch.micro_batch_size != sizes[-1]:
         plain = replace(plain, batch=Batch(sizes[-1], request.global_batch))
-    _, slowest_seconds, all_stages_seconds = slowest_stage(plain, cluster)
     if len(sizes) > 1:
         virtual_stages = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)
     else:
         virtual_stages = list_virtual_stages(plain.shape, split, plain.microbatches)
+    _, cluster = _use_expert_options(request, plain, may_interleave=virtual_stages[-1] > 1)
+    _, slowest_seconds, all_stages_seconds = slowest_stage(plain, cluster)
     divides_all = all(sizes[-1] % size == 0 for size in sizes)
     ratio = 1.0 if divides_all else LEAST_SAMPLE_TIME_RATIO
     straggling = 1 + straggler_fraction(cluster)
@@ -421,6 +494,7 @@ def _narrow_bound(request: Request, bound: _Bound) -> Iterator[_Bound]:
         if fitting is None:
             # The last recomputation is known to fit, or the product would have no bound.
             fitting = replace(plain, recompute=recomputes[-1])
+        sizes = _drop_sizes_that_never_fit(request, plain, sizes, recomputes[-1])
         after = _least_seconds_after_work(request.cluster, plain)
         yield _compute_bound(request, fitting, sizes, _Unchosen.SIZE_AND_RECOMPUTE, after)
     elif len(sizes) > 1:
@@ -429,13 +503,29 @@ def _narrow_bound(request: Request, bound: _Bound) -> Iterator[_Bound]:
         has_context = plain.parallelism.context > 1
         unchosen = _Unchosen.CP_ALGORITHM if has_context else _Unchosen.NOTHING
         yield bound._replace(unchosen=unchosen, number=next(_numbers))
-        for recompute in recomputes[recomputes.index(plain.recompute) + 1 :]:
-            recomputed = replace(plain, recompute=recompute)
-            yield _compute_bound(request, recomputed, sizes, unchosen, bound.after)
+        heavier = recomputes[recomputes.index(plain.recompute) + 1 :]
+        if heavier:
+            # More recomputation takes more time, so this bound is reached before that of the next recomputation.
+            recomputed = replace(plain, recompute=heavier[0])
+            yield _compute_bound(request, recomputed, sizes, bound.unchosen, bound.after)
     else:
         for comm_type in list_cp_comm_types(request.template, plain.parallelism):
             chosen = replace(plain, cp_comm_type=comm_type)
             yield _compute_bound(request, chosen, sizes, _Unchosen.NOTHING, bound.after)
+
+
+def _drop_sizes_that_never_fit(
+    request: Request, plain: RunSpec, sizes: tuple[int, ...], most_recompute: Recompute
+) -> tuple[int, ...]:
+    """Return the micro batch sizes that fit with the most recomputation. The smallest size is known to fit."""
+    recomputed = replace(plain, recompute=most_recompute)
+
+    def fits(size: int) -> bool:
+        """Return True if a micro batch of this size fits with the most sharding."""
+        sized = replace(recomputed, batch=Batch(size, request.global_batch))
+        return find_peak_rank_within(min_memory_variant(sized), request.capacity) is not None
+
+    return sizes[: bisect_left(sizes, True, lo=1, key=lambda size: not fits(size))]
 
 
 def _halve_sizes(

@@ -110,9 +110,10 @@ def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[
 def encode_candidate(request: Request, candidate: Candidate) -> dict[str, Any]:
     """Return one configuration as a dictionary for JSON, with memory, communication and time by component."""
     spec = candidate.spec
+    extra = (*request.extra, *candidate.expert_options.flags)
     return {
         "strategy": candidate.strategy,
-        "command": make_command(request.model, spec, request.extra),
+        "command": make_command(request.model, spec, extra),
         "command_trains": trained_vocabulary_sentence(spec) or "what was planned",
         "parallelism": asdict(spec.parallelism),
         "micro_batch_size": spec.batch.micro_batch_size,
@@ -245,7 +246,7 @@ def print_command(plan: Plan, console: Console) -> None:
     first.
     """
     winner = plan.ranked[0]
-    command = plan_command(plan.request, winner.spec)
+    command = plan_command(plan.request, winner)
     difference = trained_vocabulary_sentence(winner.spec)
     if difference:
         console.print(difference, style="bold yellow", highlight=False)
@@ -336,15 +337,16 @@ def print_ignored(flags: Sequence[str], console: Console) -> None:
         console.print(f"Not part of the prediction: {named}.", style="bold yellow")
 
 
-def plan_command(request: Request, spec: RunSpec) -> str:
-    """Return the `make` command that trains a configuration.
+def plan_command(request: Request, candidate: Candidate) -> str:
+    """Return the `make` command that trains a candidate.
 
     If the model comes from a file, the command has the file's path. If only published measurements describe the model,
     the command names a file that the user has to write first (`missing_file`).
     """
     source = request.model.source or missing_file(request.model)
     model = f" MODEL={shlex.quote(source)}" if source else ""
-    return make_command(request.model, spec, request.extra) + model
+    extra = (*request.extra, *candidate.expert_options.flags)
+    return make_command(request.model, candidate.spec, extra) + model
 
 
 def missing_file(model: Model) -> str:

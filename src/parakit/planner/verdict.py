@@ -5,15 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import StrEnum
 
+from parakit.config.experts import max_imbalance
 from parakit.config.run import RunSpec
-from parakit.costs import PredictedMemory
-from parakit.formatting.units import gib
+from parakit.costs import PredictedMemory, activation_bytes, layer_activation_bytes
+from parakit.formatting.units import GIB, gib
 from parakit.planner.time.cluster import Cluster
 
 MOST_RECOMMENDED_FRACTION = 0.95
 """Fraction of a device's memory above which no strategy is recommended."""
 CLOSE_FRACTION = 0.90
 """Fraction of a device's memory above which a run is close."""
+GRAPH_POOL_BYTES = 4 * GIB
+"""Bytes of the pools of CUDA graphs, which no formula has: "a few gigabytes" in Megatron-Bridge's guide."""
+USUAL_IMBALANCE = 1.2
+"""Tokens of the busiest expert-parallel rank over the mean. Routers of real data reach 1.2 to 2."""
 MEMORY_RESERVE = 0.03
 """Fraction of a device's memory that is unusable, because it lies in gaps between allocated blocks."""
 
@@ -57,8 +62,42 @@ def _drop_states_if_frozen(memory: PredictedMemory, cluster: Cluster) -> Predict
 
 
 def judge_fit_on_cluster(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> Fit:
-    """Return the verdict on a run on a device of the cluster; `memory` is that of its peak rank."""
-    return judge_fit(spec, _drop_states_if_frozen(memory, cluster), cluster.device.memory_bytes)
+    """Return the verdict on a run on a device of the cluster; `memory` is that of its peak rank.
+
+    A run that fits by itself is close if it no longer fits with the bytes that the prediction leaves out
+    (`uncounted_bytes`).
+    """
+    memory = _drop_states_if_frozen(memory, cluster)
+    verdict = judge_fit(spec, memory, cluster.device.memory_bytes)
+    if verdict is not Fit.FITS:
+        return verdict
+    free = cluster.device.memory_bytes * (1 - MEMORY_RESERVE) - memory.needed
+    return Fit.CLOSE if uncounted_bytes(spec, cluster) > free else Fit.FITS
+
+
+def uncounted_bytes(spec: RunSpec, cluster: Cluster) -> int:
+    """Return bytes that a run may need in addition to its predicted memory.
+
+    They are the pools of CUDA graphs, the activations of one more layer if the communication of experts overlaps
+    (Megatron then runs the forward of a layer beside the backward of another: `combined_1f1b.py`), and the tokens of
+    the busiest rank if nobody stated how evenly a router loads the experts.
+    """
+    execution = cluster.execution
+    uncounted = 0
+    if execution.graphs or execution.captured:
+        uncounted += GRAPH_POOL_BYTES
+    if execution.overlap_experts:
+        uncounted += layer_activation_bytes(spec)
+    if spec.shape.experts and spec.parallelism.expert > 1 and spec.expert_load.imbalance == 1:
+        uncounted += _imbalanced_token_bytes(spec)
+    return uncounted
+
+
+def _imbalanced_token_bytes(spec: RunSpec) -> int:
+    """Return the bytes by which the peak grows if the busiest rank receives `USUAL_IMBALANCE` times the mean tokens."""
+    imbalance = min(USUAL_IMBALANCE, max_imbalance(spec.shape, spec.parallelism.expert))
+    imbalanced = replace(spec, expert_load=replace(spec.expert_load, imbalance=imbalance))
+    return activation_bytes(imbalanced) - activation_bytes(spec)
 
 
 def judge_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> Fit:
@@ -104,4 +143,5 @@ def explain_close_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int)
     free = device_bytes - memory.total
     if free <= 0:
         return error
-    return f"{gib(free)} GiB are left for fragments and CUDA graphs, which are not counted, and {error}"
+    experts = ", uneven loads of experts" if spec.shape.experts else ""
+    return f"{gib(free)} GiB are left for fragments, CUDA graphs{experts} and whatever else is not counted, and {error}"

@@ -282,7 +282,8 @@ def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
         predicted[item.measured_run.spec] = item.seconds or 0.0
     if len(published) < 2:
         return None
-    preferred = choose_preferred(predicted, lambda spec: find_peak_rank(spec)[1].total)
+    cluster = items[0].measured_run.cluster
+    preferred = choose_preferred(predicted, lambda spec: find_peak_rank(spec)[1], cluster)
     chosen = next(item for item in items if item.measured_run.spec == preferred)
     medians = {spec: statistics.median(seconds) for spec, seconds in published.items()}
     regret = medians[preferred] / min(medians.values()) - 1
