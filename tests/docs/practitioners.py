@@ -10,6 +10,7 @@ from parakit.config.strategy import Batch, Parallelism
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import duration
 from parakit.planner.advice import describe_saving
+from parakit.planner.expert_options import NO_EXPERT_OPTIONS, ExpertOptions
 from parakit.planner.readings.published import kit_runs
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
 from parakit.planner.readings.residual import (
@@ -30,6 +31,12 @@ QUESTIONS: tuple[Question, ...] = (
     *(("mixtral-8x7b", 16, "GH200", "BF16", 0), ("mixtral-8x7b", 64, "GB200", "FP8", 0)),
     ("gpt2-large", 2, "H200", "FP16", 0),
     ("gpt3-xl-1.3b", 16, "V100-16GB", "FP16", 0),
+    *(("llama3-8b", 64, "H100", "BF16", 0), ("nemotron4-340b", 256, "H100", "BF16", 0)),
+    *(("llama3.1-405b", 1024, "H100", "BF16", 0), ("llama3.1-405b", 1024, "H100", "FP8", 0)),
+    *(("qwen3-30b-a3b", 16, "H100", "BF16", 4096), ("qwen3-235b-a22b", 256, "H100", "BF16", 4096)),
+    *(("deepseek-v3", 1024, "H100", "BF16", 0), ("deepseek-v3", 256, "B200", "MXFP8", 0)),
+    *(("kimi-k2", 256, "GB300", "MXFP8", 0), ("mixtral-8x22b", 256, "B200", "FP8", 0)),
+    ("gpt-175b", 512, "A100-80GB", "FP16", 0),
 )
 """Model, devices and precision as they are published; where it takes, the length
 of a sequence."""
@@ -100,10 +107,17 @@ def answer(question: Question) -> Answer:
         recompute=Recompute(),
     )
     model = replace(load_model("gpt2-large"), name=published.measurement.model, shape=spec.shape)
-    request = Request(model, cluster, spec.batch.global_batch_size, plain)
+    request = Request(
+        model,
+        cluster,
+        spec.batch.global_batch_size,
+        plain,
+        expert_options=ExpertOptions(deep_ep=True, overlap=True),
+    )
     searched = search_configurations(request).winner
     assert searched is not None
-    return Answer(published, evaluate_configuration(request, spec), searched)
+    chosen = evaluate_configuration(replace(request, expert_options=NO_EXPERT_OPTIONS), spec)
+    return Answer(published, chosen, searched)
 
 
 def _predicted(question: Question) -> list[Residual]:

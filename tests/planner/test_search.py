@@ -6,7 +6,7 @@ import pytest
 
 from parakit.config.model import ModelShape
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec
+from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.stages import EVEN_SPLIT, StageSplit, choose_stage_split
 from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
 from parakit.costs.constraints import divisors, find_violations
@@ -18,6 +18,7 @@ from parakit.planner.candidates import (
     enumerate_variants,
     list_cp_comm_types,
     list_micro_batch_sizes,
+    list_recomputes,
     list_virtual_stages,
 )
 from parakit.planner.search import (
@@ -194,6 +195,36 @@ def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> Non
     degrees = {c.spec.parallelism.expert for c in plan.examined}
     assert degrees == {1, 2, 4}
     assert all(not find_violations(c.spec) for c in plan.ranked)
+
+
+def test_full_experts_are_searched_under_tensor_parallelism(make_request: MakeRequest) -> None:
+    request = make_request("mixtral-8x7b", 16, "h100", 256)
+    splits = list(enumerate_splits(request.template.shape, 16))
+    under_tensor = [split for split in splits if split.tensor > 1]
+    assert {split.expert_tensor for split in under_tensor} == {0, 1}
+    # Experts are split only where full experts cannot be on as many ranks.
+    for split in under_tensor:
+        ranks = split.expert * split.tensor
+        assert bool(split.expert_tensor) or request.template.shape.experts % ranks
+    stated = list(enumerate_splits(request.template.shape, 16, expert_tensor=2))
+    assert {split.effective_expert_tensor for split in stated} == {2}
+
+
+def test_modules_are_recomputed_where_that_is_faster_than_full_layers(
+    make_request: MakeRequest,
+) -> None:
+    template = make_request("mixtral-8x7b", 16, "h100", 256).template
+    modules = Recompute(frozenset({"layernorm", "moe_act"}))
+    assert list_recomputes(template) == [Recompute.NONE, modules, Recompute.FULL]
+    dense = make_request("gpt3-13b", 16, "h100", 256).template
+    assert list_recomputes(dense) == [Recompute.NONE, Recompute.FULL]
+    delayed = replace(template, fp8_recipe=Fp8Recipe.DELAYED)
+    assert list_recomputes(delayed) == [Recompute.NONE, Recompute.FULL]
+
+
+def test_tensor_parallelism_larger_than_a_node_is_not_searched(make_request: MakeRequest) -> None:
+    plan = search_configurations(make_request("gpt3-175b", 64, "h100", 64), kept=1000)
+    assert max(candidate.spec.parallelism.tensor for candidate in plan.examined) <= 8
 
 
 def test_frontier_contains_candidates_that_no_other_beats_in_time_and_memory(

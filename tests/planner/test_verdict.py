@@ -3,11 +3,12 @@ from dataclasses import replace
 import pytest
 
 from parakit.config.run import Fp8Recipe, RunSpec
-from parakit.config.strategy import Parallelism, Sharding
+from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs.memory import estimate_rank_memory
 from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import gib
 from parakit.planner.readings.published import usual_cluster
+from parakit.planner.time.execution import Execution
 from parakit.planner.verdict import Fit, explain_close_fit, judge_fit_on_cluster, needed_bytes
 from tests.costs.test_memory import tiny
 
@@ -79,6 +80,35 @@ def _verdict(spec: RunSpec, share: float) -> Fit:
     cluster, memory = usual_cluster("h100", 8), estimate_rank_memory(spec)
     device = replace(cluster.device, memory_bytes=int(memory.needed / share))
     return judge_fit_on_cluster(spec, memory, replace(cluster, device=device))
+
+
+def _judge_mixture(fraction: float, load: float = 1.0) -> Fit:
+    """Return the verdict on a mixture that is predicted to need this fraction of its device."""
+    shape = replace(
+        tiny().shape, experts=8, experts_per_token=2, expert_ffn_hidden=4096, bias=False
+    )
+    split = Parallelism(data=8, expert=8, sharding=Sharding.ZERO1)
+    spec = replace(tiny(split), shape=shape, batch=Batch(65536, 524288), dtype="bf16")
+    spec = replace(spec, expert_load=replace(spec.expert_load, imbalance=load))
+    cluster, memory = usual_cluster("h100", 8), estimate_rank_memory(spec)
+    device = replace(cluster.device, memory_bytes=int(memory.needed / fraction))
+    return judge_fit_on_cluster(spec, memory, replace(cluster, device=device))
+
+
+def test_a_mixture_is_close_if_uneven_experts_would_fill_the_device() -> None:
+    assert _judge_mixture(0.7) is Fit.FITS
+    assert _judge_mixture(0.88) is Fit.CLOSE
+    # The stated imbalance is part of the prediction, so nothing is added to it.
+    assert _judge_mixture(0.88, load=1.2) is Fit.FITS
+
+
+def test_a_run_with_cuda_graphs_is_close_if_their_pools_would_fill_the_device() -> None:
+    spec, cluster = replace(tiny(), dtype="fp32"), usual_cluster("h100", 8)
+    memory = estimate_rank_memory(spec)
+    device = replace(cluster.device, memory_bytes=int(memory.needed / 0.8))
+    graphs = replace(cluster, device=device, execution=Execution(graphs=True))
+    assert judge_fit_on_cluster(spec, memory, replace(graphs, execution=Execution())) is Fit.FITS
+    assert judge_fit_on_cluster(spec, memory, graphs) is Fit.CLOSE
 
 
 def test_frozen_weights_have_no_gradients_and_states() -> None:

@@ -76,7 +76,8 @@ def choose_expert_options(
     """
     if not allowed:
         return NO_EXPERT_OPTIONS
-    deep_ep = allowed.deep_ep and supports_deep_ep(spec)
+    has_hybrid_ep = spec.token_dispatcher is TokenDispatcher.HYBRID_EP
+    deep_ep = allowed.deep_ep and supports_deep_ep(spec) and not has_hybrid_ep
     overlap = allowed.overlap and not explain_refused_overlap(spec, may_interleave)
     return ExpertOptions(deep_ep, overlap)
 
