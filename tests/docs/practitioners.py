@@ -34,7 +34,7 @@ QUESTIONS: tuple[Question, ...] = (
     *(("llama3-8b", 64, "H100", "BF16", 0), ("nemotron4-340b", 256, "H100", "BF16", 0)),
     *(("llama3.1-405b", 1024, "H100", "BF16", 0), ("llama3.1-405b", 1024, "H100", "FP8", 0)),
     *(("qwen3-30b-a3b", 16, "H100", "BF16", 4096), ("qwen3-235b-a22b", 256, "H100", "BF16", 4096)),
-    *(("deepseek-v3", 1024, "H100", "BF16", 0), ("deepseek-v3", 256, "B200", "MXFP8", 0)),
+    *(("deepseek-v3", 256, "GB200", "BF16", 0), ("deepseek-v3", 256, "B200", "MXFP8", 0)),
     *(("kimi-k2", 256, "GB300", "MXFP8", 0), ("mixtral-8x22b", 256, "B200", "FP8", 0)),
     ("gpt-175b", 512, "A100-80GB", "FP16", 0),
 )
@@ -93,7 +93,10 @@ def layout(candidate: Candidate) -> str:
     """Return the text of strategy, micro batch and recomputation."""
     spec = candidate.spec
     again = "" if spec.recompute == Recompute() else f", recomputes {spec.recompute}"
-    return f"{candidate.strategy}, {spec.batch.micro_batch_size} a micro batch{again}"
+    used = candidate.expert_options
+    options = ", DeepEP" if used.deep_ep else ""
+    options += ", overlapped experts" if used.overlap else ""
+    return f"{candidate.strategy}, {spec.batch.micro_batch_size} a micro batch{again}{options}"
 
 
 def answer(question: Question) -> Answer:

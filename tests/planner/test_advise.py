@@ -45,6 +45,13 @@ def test_answers_name_the_hardware_changes_that_would_change_the_choice() -> Non
     assert "a quarter of nvlink4's rate" in answers["What would change it"]
 
 
+def test_a_smaller_batch_is_tried_if_nobody_stated_the_batch() -> None:
+    arguments = ("--model", "llama2-7b", "--gpus", "8", "--gpu", "h100")
+    assert "a global batch of 256" in advised(*arguments)["What would change it"]
+    stated = advised(*arguments, "--global-batch", "1024")
+    assert "a global batch of 256" not in stated["What would change it"]
+
+
 def test_one_device_has_no_alternatives() -> None:
     replies = advised("--model", "gpt2-large", "--gpus", "1")
     assert replies["Avoid"] == "Nothing: one device has no alternatives."

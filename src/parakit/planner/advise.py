@@ -236,6 +236,11 @@ def _enumerate_variations(request: Request) -> Iterator[tuple[str, Request]]:
         yield f"a quarter of {link.key}'s rate", slower
     smaller = replace(cluster.device, memory_bytes=cluster.device.memory_bytes // 2)
     yield "half the memory", replace(request, cluster=replace(cluster, device=smaller))
+    fewer_sequences = request.global_batch // 4
+    if request.batch_origin and fewer_sequences:
+        # Nobody stated the batch, and pipeline stages need many micro batches.
+        smaller_batch = resize_request(request, cluster.devices, fewer_sequences)
+        yield f"a global batch of {fewer_sequences:,}", smaller_batch
     yield (
         "twice the global batch",
         resize_request(request, cluster.devices, 2 * request.global_batch),
