@@ -16,7 +16,7 @@ CONTRACT = ["--model", "gpt2-large", "--gpus", "2", "--gpu", "h200", "--global-b
 def test_json_holds_the_ranking_with_every_component(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*CONTRACT, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["winner"]["strategy"] == "dp2-zero1"
+    assert plan["winner"]["strategy"] == "dp2"
     assert len(plan["ranked"]) == 10
     for entry in plan["ranked"]:
         assert sum(entry["memory"].values()) == entry["memory_bytes"]
@@ -31,14 +31,12 @@ def test_text_opens_with_advice_and_ends_with_the_command(
 ) -> None:
     assert main(CONTRACT) == 0
     lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[0] == (
-        "Use dp2-zero1: data parallelism over 2 ranks and a sharded optimizer (ZeRO-1)."
-    )
+    assert lines[0] == "Use dp2: data parallelism over 2 ranks."
     assert lines[1].startswith("An iteration takes 453 ms, and the rank with the peak memory holds")
     assert lines[2].startswith("gpt2-large has 0.77 billion parameters and trains on 2 H200")
     titles = [line.strip() for line in lines if line.startswith("The fastest of 318 legal")]
     assert titles == ["The fastest of 318 legal configurations"]
-    assert lines[-1] == "make train-dp2-zero1-gpt2-large-2gpu"
+    assert lines[-1] == "make train-dp2-gpt2-large-2gpu"
 
 
 def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,7 +149,7 @@ def test_the_picture_is_an_svg_with_both_panels(
         assert main([*CONTRACT, "--svg", str(picture)]) == 0
     text = pictures[0].read_text()
     assert ElementTree.fromstring(text).tag.endswith("svg")
-    assert "Winner: dp2-zero1" in text
+    assert "Winner: dp2" in text
     assert "device memory" in text
     assert text == pictures[1].read_text()
     assert capsys.readouterr().out
