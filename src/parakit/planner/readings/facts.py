@@ -104,8 +104,8 @@ def container_release(measurement: PublishedMeasurement, facts: Mapping[str, Any
     measurement's path. A column `release` of the measurement replaces both.
     """
     stated = dict(measurement.facts).get("release")
-    if stated is not None:
-        return float(stated)
+    if isinstance(stated, float):
+        return stated
     noted = re.search(r"release (\d+\.\d+)", measurement.notes)
     if noted:
         return float(noted[1])
