@@ -11,6 +11,8 @@ from parakit.planner.expert_options import (
     choose_expert_options,
     explain_refused_overlap,
 )
+from parakit.planner.one_strategy import time_strategy
+from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.search import Request, search_configurations
 from parakit.planner.show import plan_command
 
@@ -42,6 +44,19 @@ def test_overlapped_experts_are_used_where_megatron_accepts_them(
     spec = replace(build_spec(make_request, strategy, 16), **change)  # type: ignore[arg-type]
     assert reason in explain_refused_overlap(spec)
     assert choose_expert_options(spec, ALL).overlap is not bool(reason)
+
+
+def test_one_strategy_with_refused_overlap_is_refused_with_the_way_out() -> None:
+    options = PlanOptions(
+        model="deepseek-v3",
+        gpu="h800",
+        global_batch=15360,
+        micro_batch=1,
+        strategy="pp16ep64dp2-zero1",
+        extra="--overlap-moe-expert-parallel-comm --decoder-last-pipeline-num-layers 1",
+    )
+    with pytest.raises(RequestError, match="needs virtual stages with PP 16; use vpp16, or leave"):
+        time_strategy(options)
 
 
 def test_deep_ep_is_used_only_with_a_number_of_ranks_that_it_knows(

@@ -31,6 +31,7 @@ from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import duration, gib, ms, percent
 from parakit.planner.candidates import list_cp_comm_types
+from parakit.planner.expert_options import explain_refused_overlap
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
 from parakit.planner.request import (
@@ -104,7 +105,9 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     parallelism = _parse_named_strategy(options)
     request = build_request(replace(options, gpus=parallelism.world_size))
     spec = _build_spec(options, request, parallelism)
-    problems = find_violations(spec)
+    problems = list(find_violations(spec))
+    if request.cluster.execution.overlap_experts:
+        problems += filter(None, [explain_refused_overlap(spec)])
     if problems:
         raise RequestError(" ".join(problems))
     if options.imbalance:
