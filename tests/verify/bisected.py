@@ -2,8 +2,9 @@
 
     python -m tests.verify.bisected CLONE [COMMIT …]
 
-GOOD= is newer than the fix and BAD= older, so the commit that is found is the fix. Prints a line of a table per fix,
-with the processor minutes that its verifications took. Verdicts stay in runs/bisected, so a repeated command continues.
+GOOD= is newer than the fix and BAD= older, so the commit that is found is the fix. A fix on a merged branch is searched
+around its merge. Prints a line of a table per fix, with the processor minutes that its verifications took. Verdicts
+stay in runs/bisected, so a repeated command continues.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from rich.console import Console
 
 from megatron_patches.context import run_git
 from parakit.config.files import ROOT
-from parakit.experiments.verify.bisect import CommitVerifier, find_change, list_commits
+from parakit.experiments.verify.bisect import CommitVerifier, find_change_in_branches, list_commits
 from parakit.experiments.verify.pairs import LaunchPair
 from parakit.launch.data import SMALL_SAMPLE
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options, read_patch_file
 from tests.verify.bench import SMALL
-from tests.verify.history import HISTORY, Fix, fixes
+from tests.verify.history import HISTORY, Fix, adapt_to_installed_torch, fixes
 
 COMMITS_AFTER, COMMITS_BEFORE = 27, 37
 """Commits of the range after and before the fix: 64, and the fix is not in the middle."""
@@ -34,10 +35,11 @@ HEAD = "| fix | first commit | searched | verified | processor minutes |\n|---|-
 def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
     """Return the line of the table for a fix, and whether exactly the fix was found."""
     full_hash = run_git(clone, "rev-parse", fix.commit).strip()
+    merge = find_merge(clone, full_hash)
     newer = run_git(
-        clone, "rev-list", "--first-parent", "--reverse", f"{full_hash}..origin/HEAD"
+        clone, "rev-list", "--first-parent", "--reverse", f"{merge}..origin/HEAD"
     ).split()
-    commits = list_commits(clone, newer[COMMITS_AFTER - 1], f"{full_hash}~{COMMITS_BEFORE}")
+    commits = list_commits(clone, newer[COMMITS_AFTER - 1], f"{merge}~{COMMITS_BEFORE}")
     options = Options(
         data=SMALL_SAMPLE,
         extra=(*shlex.split(fix.flags), *SMALL),
@@ -45,16 +47,31 @@ def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
     )
     job = parse_target(f"train-{fix.strategy}-{fix.model}-{fix.devices}cpu", options)
     pair = LaunchPair(job, fix.reference, tuple(shlex.split(fix.own_flags)), resumed=fix.resumed)
-    verifier = CommitVerifier(clone, pair, folder / fix.commit, Console(markup=False))
+    verifier = CommitVerifier(
+        clone,
+        pair,
+        folder / fix.commit,
+        Console(markup=False),
+        adapt=adapt_to_installed_torch,
+    )
 
     before = processor_seconds()
-    change = find_change(commits, verifier.verify_commit)
+    change = find_change_in_branches(clone, commits, verifier.verify_commit)
     minutes = (processor_seconds() - before) / 60
     candidates = change.candidates if change else ()
     verified = len(list((folder / fix.commit).glob("*/verify")))
     answer = " ".join(candidate[:10] for candidate in candidates) or "both ends behave the same"
     line = f"| {fix.commit} | {answer} | {len(commits) - 1} | {verified} | {minutes:.1f} |"
     return line, candidates == (full_hash,)
+
+
+def find_merge(clone: Path, commit: str) -> str:
+    """Return the first parent of origin/HEAD that brings a commit in: its merge, or the commit itself."""
+    main_commits = set(run_git(clone, "rev-list", "--first-parent", "origin/HEAD").split())
+    path = run_git(
+        clone, "rev-list", "--ancestry-path", "--topo-order", "--reverse", f"{commit}..origin/HEAD"
+    ).split()
+    return next(candidate for candidate in (commit, *path) if candidate in main_commits)
 
 
 def processor_seconds() -> float:

@@ -144,7 +144,7 @@ def _version(
             # The lines around it have moved since, and some have changed.
             reverse = ("patch", "--reverse", "--strip=1", "--fuzz=3", "--force", "--silent")
             subprocess.run(reverse, cwd=checkout, check=True, input=change)
-        _fit(checkout)
+        adapt_to_installed_torch(checkout)
         copy_dataset_helpers(checkout)
         options = Options(megatron_lm=checkout, allow_unknown_megatron=True)
         with closing(PatientRanks(options)) as ranks:
@@ -152,7 +152,7 @@ def _version(
             yield Bench(SMALL_SAMPLE, verifier, checkout, small=True)
 
 
-def _fit(checkout: Path) -> None:
+def adapt_to_installed_torch(checkout: Path) -> None:
     """Let a Megatron before 0.15 run with today's torch, and without its engine.
 
     None of it is what a fix changes.

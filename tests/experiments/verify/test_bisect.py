@@ -11,6 +11,7 @@ from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
 from parakit.experiments.verify.bisect import (
     find_change,
+    find_change_in_branches,
     format_repetition,
     list_commits,
     make_worktree,
@@ -75,6 +76,23 @@ def clone(tmp_path: Path) -> Path:
     git(folder, "commit", "-a", "-m", "on the side")
     git(folder, "checkout", "main")
     return folder
+
+
+def merge_branch(clone: Path, layers: list[str], merged: str = "") -> None:
+    """Start a branch at `c3`, commit each text of the layer there, and merge the branch into `c9` as `merge`.
+
+    The layer of the merge is `merged`; empty for the last text of the branch.
+    """
+    git(clone, "checkout", "-b", "branch", "c3")
+    for number, text in enumerate(layers):
+        (clone / LAYER).write_text(text)
+        git(clone, "commit", "-a", "-m", f"branch {number}")
+    git(clone, "checkout", "--detach", "c9")
+    git(clone, "merge", "--no-ff", "--strategy=ours", "--no-commit", "branch")
+    (clone / LAYER).write_text(merged or layers[-1])
+    git(clone, "commit", "-a", "-m", "merge")
+    git(clone, "tag", "merge")
+    git(clone, "checkout", "main")
 
 
 def judge_files(clone: Path, unbuilt: tuple[str, ...] = ()) -> Callable[[str], VerifyVerdict]:
@@ -161,6 +179,40 @@ def test_ranges_without_a_line_of_commits_are_refused(
 ) -> None:
     with pytest.raises(LaunchError, match=message):
         list_commits(clone, good, bad)
+
+
+@pytest.mark.ranks
+def test_the_commit_of_a_merged_branch_is_found_and_not_its_merge(clone: Path) -> None:
+    merge_branch(clone, ["FACTOR = 1\nA = 1\n", "FACTOR = 2\n", "FACTOR = 2\nA = 2\n"])
+    change = find_change_in_branches(clone, list_commits(clone, "c0", "merge"), judge_files(clone))
+    assert change is not None
+    assert [git(clone, "log", "-1", "--format=%s", commit) for commit in change.candidates] == [
+        "branch 1\n"
+    ]
+    assert (change.before, change.after) == (HELD, differs("layer"))
+
+
+@pytest.mark.ranks
+def test_a_merge_whose_branch_does_not_behave_so_is_the_result_itself(clone: Path) -> None:
+    merge_branch(clone, ["FACTOR = 1\nA = 1\n"], merged="FACTOR = 2\n")
+    change = find_change_in_branches(clone, list_commits(clone, "c0", "merge"), judge_files(clone))
+    assert change is not None
+    assert change.candidates == (git(clone, "rev-parse", "merge").strip(),)
+
+
+@pytest.mark.ranks
+def test_a_branch_that_changes_in_another_way_than_its_merge_leaves_the_merge(clone: Path) -> None:
+    merge_branch(clone, ["FACTOR = 1\nA = 1\n", "FACTOR = 2\n"])
+    start = git(clone, "rev-parse", "c3").strip()
+    judge = judge_files(clone)
+
+    def judge_without_start(commit: str) -> VerifyVerdict:
+        return fails("the kit does not know it") if commit == start else judge(commit)
+
+    commits = list_commits(clone, "c2", "merge")
+    change = find_change_in_branches(clone, commits, judge_without_start)
+    assert change is not None
+    assert change.candidates == (git(clone, "rev-parse", "merge").strip(),)
 
 
 def test_ends_that_behave_the_same_have_no_change() -> None:

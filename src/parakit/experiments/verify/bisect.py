@@ -2,8 +2,8 @@
 
 The commits between GOOD= and BAD= are halved until two neighbours are left that behave differently. Each commit is
 checked out into a worktree outside the user's checkout and verified there (`run_verification`). Verdicts are kept per
-commit in the runs folder, so a command that is repeated continues where it ended. The search follows first parents, so
-a merged branch counts as one commit, and it leaves out commits that change nothing that training executes.
+commit in the runs folder, so a command that is repeated continues where it ended. The search follows first parents, and
+leaves out commits that change nothing that training executes. If it ends at a merge, it goes on in the merged branch.
 """
 
 from __future__ import annotations
@@ -111,6 +111,53 @@ def find_change(commits: Sequence[str], judge: Judge) -> CommitChange | None:
     )
 
 
+def find_change_in_branches(
+    checkout: Path, commits: Sequence[str], judge: Judge
+) -> CommitChange | None:
+    """Return the change as `find_change` does, and follow it into merged branches.
+
+    If the change is a single merge, its branch is searched too. The merge itself stays the result if its branch does
+    not show the same two behaviours.
+
+    Args:
+        checkout: A clone of Megatron-LM.
+        commits: At least two commits, the oldest first.
+        judge: Function that verifies a commit.
+
+    Returns:
+        The change, with the skipped commits of all branches; None if both ends of the range behave the same.
+    """
+    change = find_change(commits, judge)
+    while change is not None and len(change.candidates) == 1:
+        branch = list_branch_commits(checkout, change.candidates[0])
+        change_in_branch = find_change(branch, judge) if len(branch) > 1 else None
+        if change_in_branch is None or not _is_same_change(change_in_branch, change):
+            break
+        skipped = {**change.skipped, **change_in_branch.skipped}
+        change = replace(change_in_branch, skipped=skipped)
+    return change
+
+
+def list_branch_commits(checkout: Path, commit: str) -> list[str]:
+    """Return the commits of the branch that a merge brings in, the oldest first.
+
+    The first one of the result is the commit at which the branch starts. The list is empty if the commit is no merge.
+    Commits that change nothing that training executes are left out.
+    """
+    parents = run_git(checkout, "rev-parse", f"{commit}^@").split()
+    if len(parents) < 2:
+        return []
+    base = run_git(checkout, "merge-base", *parents[:2]).strip()
+    return [base, *_list_executed_commits(checkout, base, parents[1])] if base else []
+
+
+def _is_same_change(change: CommitChange, other: CommitChange) -> bool:
+    """Return True if the verdicts before and after a change are those before and after the other change."""
+    return _behaves_like(change.before, other.before, other.after) and _behaves_like(
+        change.after, other.after, other.before
+    )
+
+
 def _behaves_like(
     verdict: VerifyVerdict, end: VerifyVerdict, other_end: VerifyVerdict | None = None
 ) -> bool:
@@ -166,13 +213,18 @@ def list_commits(checkout: Path, good: str, bad: str) -> list[str]:
             f"of the other, {alternative}."
         )
     newest = bad_commit if base == good_commit else good_commit
-    first_parents = ("rev-list", "--first-parent", "--reverse", f"{base}..{newest}")
-    commits = run_git(checkout, *first_parents, "--", *EXECUTED_FILES).split()
+    commits = _list_executed_commits(checkout, base, newest)
     if not commits:
         raise LaunchError(
             f"No commit between GOOD={good} and BAD={bad} changes what training executes; name two other commits."
         )
     return [base, *commits]
+
+
+def _list_executed_commits(checkout: Path, base: str, newest: str) -> list[str]:
+    """Return the first parents of `newest` after `base` that change what training executes, the oldest first."""
+    first_parents = ("rev-list", "--first-parent", "--reverse", f"{base}..{newest}")
+    return run_git(checkout, *first_parents, "--", *EXECUTED_FILES).split()
 
 
 def _require_commit(checkout: Path, variable: str, name: str) -> str:
@@ -202,6 +254,8 @@ class CommitVerifier:
     console: Console
     reference_checkout: Path | None = None
     """Megatron of the reference; None trains the reference with the commit's Megatron, too."""
+    adapt: Callable[[Path], None] | None = None
+    """Function that changes a commit's worktree before it is verified; None leaves the worktree as it is."""
 
     def verify_commit(self, commit: str) -> VerifyVerdict:
         """Return the kept verdict on a commit, or verify the commit and keep its verdict.
@@ -225,6 +279,8 @@ class CommitVerifier:
             shared = SharedReferences(self.folder / "references")
         try:
             with make_worktree(self.megatron_lm, commit, scratch / "checkout") as checkout:
+                if self.adapt is not None:
+                    self.adapt(checkout)
                 options = replace(
                     self.pair.job.options,
                     megatron_lm=self.reference_checkout or checkout,
@@ -335,9 +391,9 @@ def bisect_megatron(
     if good_commit:
         with make_worktree(megatron_lm, good_commit, ROOT / folder / ".good") as checkout:
             verifier = replace(verifier, reference_checkout=checkout)
-            change = find_change(commits, verifier.verify_commit)
+            change = find_change_in_branches(megatron_lm, commits, verifier.verify_commit)
     else:
-        change = find_change(commits, verifier.verify_commit)
+        change = find_change_in_branches(megatron_lm, commits, verifier.verify_commit)
     if change is None:
         raise LaunchError(
             f"GOOD={good} and BAD={bad} are verified with the same result; name two commits that differ, or other "
