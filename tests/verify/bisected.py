@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import resource
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,12 @@ from rich.console import Console
 
 from megatron_patches.context import run_git
 from parakit.config.files import ROOT
-from parakit.experiments.verify.bisect import CommitVerifier, find_change_in_branches, list_commits
+from parakit.experiments.verify.bisect import (
+    CAPTURES_FOLDER,
+    CommitVerifier,
+    find_change_in_branches,
+    list_commits,
+)
 from parakit.experiments.verify.pairs import LaunchPair
 from parakit.launch.data import SMALL_SAMPLE
 from parakit.launch.job import parse_target
@@ -51,6 +57,7 @@ def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
         clone,
         pair,
         folder / fix.commit,
+        folder / fix.commit / CAPTURES_FOLDER,
         Console(markup=False),
         adapt=adapt_to_installed_torch,
     )
@@ -58,6 +65,7 @@ def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
     before = processor_seconds()
     change = find_change_in_branches(clone, commits, verifier.verify_commit)
     minutes = (processor_seconds() - before) / 60
+    shutil.rmtree(verifier.captures, ignore_errors=True)
     candidates = change.candidates if change else ()
     verified = len(list((folder / fix.commit).glob("*/verify")))
     answer = " ".join(candidate[:10] for candidate in candidates) or "both ends behave the same"

@@ -2,14 +2,17 @@
 
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from parakit.artifacts.capture import CaptureStage
 from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
 from parakit.experiments.verify.bisect import (
+    CommitVerifier,
     find_change,
     find_change_in_branches,
     format_repetition,
@@ -17,8 +20,10 @@ from parakit.experiments.verify.bisect import (
     make_worktree,
 )
 from parakit.experiments.verify.changes import list_nearest_changes
+from parakit.experiments.verify.command import SharedReferences
 from parakit.experiments.verify.pairs import LaunchPair
 from parakit.launch import Options, parse_target
+from parakit.verify import Judgement, refuse_comparison
 
 HELD = VerifyVerdict(VerifyOutcome.HELD, worst_ratio=0.25)
 LAYER = "megatron/core/layer.py"
@@ -213,6 +218,37 @@ def test_a_branch_that_changes_in_another_way_than_its_merge_leaves_the_merge(cl
     change = find_change_in_branches(clone, commits, judge_without_start)
     assert change is not None
     assert change.candidates == (git(clone, "rev-parse", "merge").strip(),)
+
+
+@pytest.mark.ranks
+def test_references_are_kept_per_commit_and_those_of_against_good_under_the_good_commit(
+    clone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[str, str, str]] = []
+
+    def run(
+        pair: LaunchPair, console: Console, results: Path, shared: SharedReferences
+    ) -> Judgement:
+        seen.append((shared.folder.parent.name, shared.megatron, pair.job.options.runs.name))
+        return refuse_comparison("not run")
+
+    monkeypatch.setattr("parakit.experiments.verify.bisect.compose_pair", lambda pair: pair)
+    monkeypatch.setattr("parakit.experiments.verify.bisect.run_verification", run)
+    commits = [git(clone, "rev-parse", name).strip() for name in ("c5", "c6")]
+    verifier = CommitVerifier(
+        *(clone, LaunchPair(parse_target("train-tp2-gpt2-tiny-2cpu")), clone.parent / "verdicts"),
+        captures=clone.parent / "captures",
+        console=Console(quiet=True),
+    )
+    for commit in commits:
+        verifier.verify_commit(commit)
+    assert seen == [(commit[:12], commit, commit[:12]) for commit in commits]
+    seen.clear()
+    good = git(clone, "rev-parse", "c1").strip()
+    against = replace(verifier, reference_checkout=clone, reference_commit=good)
+    for commit in commits:
+        against.verify_commit(commit)
+    assert seen == [(good[:12], good, good[:12])] * 2
 
 
 def test_ends_that_behave_the_same_have_no_change() -> None:

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,51 @@ def test_strategies_with_the_same_reference_share_its_run(tmp_path: Path) -> Non
     assert trained[3:] == [("reference", "baseline"), ("strategy", "pp2")]
     shared.remove()
     assert not other.exists()
+
+
+def test_references_of_one_commit_are_shared_by_checkouts_in_other_folders(tmp_path: Path) -> None:
+    job = parse_target("train-tp2-gpt2-tiny-2cpu", Options(runs=tmp_path))
+    reference = compose_pair(LaunchPair(job)).reference
+    trained: list[str] = []
+
+    def train_in(checkout: str, store: SharedReferences) -> None:
+        entry = replace(reference.entry, path=f"{checkout}/pretrain_gpt.py")
+        scratch = tmp_path / f"scratch-{len(trained)}-{checkout}"
+        scratch.mkdir(exist_ok=True)
+
+        def train(part: str, launch: Launch) -> str:
+            trained.append(checkout)
+            (scratch / part).mkdir()
+            (scratch / part / "tensors.bin").write_bytes(b"12345")
+            return ""
+
+        store.wrap(train, scratch)("reference", replace(reference, entry=entry))
+        assert (scratch / "reference" / "tensors.bin").read_bytes() == b"12345"
+
+    by_commit = SharedReferences(tmp_path / "references", megatron="c1")
+    train_in("first", by_commit)
+    train_in("second", by_commit)
+    assert trained == ["first"]
+    train_in("third", replace(by_commit, megatron="c2"))
+    train_in("fourth", replace(by_commit, megatron=""))
+    assert trained == ["first", "third", "fourth"]
+
+
+def test_reference_above_the_size_limit_is_used_and_not_stored(tmp_path: Path) -> None:
+    job = parse_target("train-tp2-gpt2-tiny-2cpu", Options(runs=tmp_path))
+    reference = compose_pair(LaunchPair(job)).reference
+    for limit, is_stored in ((4, False), (5, True)):
+        store = SharedReferences(tmp_path / f"references-{limit}", max_bytes=limit)
+        scratch = tmp_path / f"scratch-{limit}"
+
+        def train(part: str, launch: Launch, scratch: Path = scratch) -> str:
+            (scratch / part).mkdir(parents=True)
+            (scratch / part / "tensors.bin").write_bytes(b"12345")
+            return ""
+
+        store.wrap(train, scratch)("reference", reference)
+        assert (scratch / "reference" / "tensors.bin").read_bytes() == b"12345"
+        assert store.folder.is_dir() is is_stored
 
 
 def test_model_that_was_not_imported_has_no_transformers_reference(tmp_path: Path) -> None:

@@ -2,7 +2,8 @@
 
 The commits between GOOD= and BAD= are halved until two neighbours are left that behave differently. Each commit is
 checked out into a worktree outside the user's checkout and verified there (`run_verification`). Verdicts are kept per
-commit in the runs folder, so a command that is repeated continues where it ended. The search follows first parents, and
+commit in the runs folder, so a command that is repeated continues where it ended. The reference's tensors are kept per
+commit too, so another question about the same commits trains only the strategy. The search follows first parents, and
 leaves out commits that change nothing that training executes. If it ends at a merge, it goes on in the merged branch.
 """
 
@@ -46,6 +47,10 @@ DATASETS = Path("megatron", "core", "datasets")
 DEFAULT_MODEL = "gpt2-tiny"
 DEFAULT_DEVICES = 2
 """Number of ranks of a strategy whose name leaves it open, such as `zero1`."""
+CAPTURES_FOLDER = "bisect-captures"
+"""Folder in the runs folder with the initial weights and the reference's tensors of each commit."""
+MAX_KEPT_BYTES = 2 << 30
+"""Size of a reference's tensors above which they are not kept."""
 _SHORT = 12
 """Number of digits of a commit in folders and messages."""
 
@@ -243,7 +248,7 @@ def _require_commit(checkout: Path, variable: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class CommitVerifier:
-    """Verifies one question with the Megatron of any commit, and keeps the verdicts in a folder."""
+    """Verifies one question with the Megatron of any commit, and keeps verdicts and the references' tensors."""
 
     megatron_lm: Path
     """The clone of Megatron-LM that has the commits. Its own files stay as they are."""
@@ -251,9 +256,13 @@ class CommitVerifier:
     """Strategy and reference. The Megatron of its job is replaced by the one of a commit."""
     folder: Path
     """Folder of the kept verdicts, with a folder per commit."""
+    captures: Path
+    """Folder of the kept initial weights and references, with a folder per commit. Questions may share it."""
     console: Console
     reference_checkout: Path | None = None
     """Megatron of the reference; None trains the reference with the commit's Megatron, too."""
+    reference_commit: str = ""
+    """Commit of `reference_checkout`; empty without it."""
     adapt: Callable[[Path], None] | None = None
     """Function that changes a commit's worktree before it is verified; None leaves the worktree as it is."""
 
@@ -274,9 +283,10 @@ class CommitVerifier:
         # What an interrupted verification has left there would stand beside the new runs.
         shutil.rmtree(results, ignore_errors=True)
         scratch = self.folder / f".{commit[:_SHORT]}"
-        shared = None
-        if self.reference_checkout is not None:
-            shared = SharedReferences(self.folder / "references")
+        owner = self.reference_commit or commit
+        # Initial weights of another commit may have other names, so each commit has its own.
+        kept = self.captures / owner[:_SHORT]
+        shared = SharedReferences(kept / "references", owner, MAX_KEPT_BYTES)
         try:
             with make_worktree(self.megatron_lm, commit, scratch / "checkout") as checkout:
                 if self.adapt is not None:
@@ -285,8 +295,7 @@ class CommitVerifier:
                     self.pair.job.options,
                     megatron_lm=self.reference_checkout or checkout,
                     allow_unknown_megatron=True,
-                    # Initial weights of another commit may have other names.
-                    runs=scratch,
+                    runs=kept,
                 )
                 pair = replace(
                     self.pair,
@@ -387,10 +396,11 @@ def bisect_megatron(
     folder = options.runs / f"bisect-{pair.job.name}-{_hash_question(pair, good_commit)}"
     num_commits = plural(len(commits) - 1, "commit")
     say(console, f"{num_commits} to search; verdicts: {relative_to_root(folder)}")
-    verifier = CommitVerifier(megatron_lm, pair, ROOT / folder, console)
+    captures = ROOT / options.runs / CAPTURES_FOLDER
+    verifier = CommitVerifier(megatron_lm, pair, ROOT / folder, captures, console)
     if good_commit:
         with make_worktree(megatron_lm, good_commit, ROOT / folder / ".good") as checkout:
-            verifier = replace(verifier, reference_checkout=checkout)
+            verifier = replace(verifier, reference_checkout=checkout, reference_commit=good_commit)
             change = find_change_in_branches(megatron_lm, commits, verifier.verify_commit)
     else:
         change = find_change_in_branches(megatron_lm, commits, verifier.verify_commit)

@@ -95,6 +95,10 @@ class SharedReferences:
 
     folder: Path
     """Folder of the tensors, hundreds of megabytes per reference, until `remove`."""
+    megatron: str = ""
+    """Name of the references' Megatron, such as a commit; empty for the path from which it is run."""
+    max_bytes: int | None = None
+    """Size in bytes above which a reference is not stored; None stores all."""
 
     def wrap(self, train: Train, scratch: Path) -> Train:
         """Return a function that trains as `train` does, but takes stored references instead of training them.
@@ -104,16 +108,16 @@ class SharedReferences:
             scratch: Folder in which a stored reference appears as a link.
 
         Returns:
-            The function. A reference that is not stored yet is trained and stored.
+            The function. A reference that is not stored yet is trained and, up to `max_bytes`, stored.
         """
 
         def train_or_link(part: str, launch: Launch) -> str:
             if not part.startswith("reference"):
                 return train(part, launch)
-            stored = self.folder / f"{part}-{_hash_reference(launch)}"
+            stored = self.folder / f"{part}-{self._hash_reference(launch)}"
             if not stored.is_dir():
                 failure = train(part, launch)
-                if failure:
+                if failure or self._is_too_large(scratch / part):
                     return failure
                 stored.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(scratch / part, stored)
@@ -126,22 +130,27 @@ class SharedReferences:
         """Remove all stored references."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def _is_too_large(self, tensors: Path) -> bool:
+        """Return True if the files of a folder of tensors have more than `max_bytes` bytes."""
+        if self.max_bytes is None:
+            return False
+        return sum(path.stat().st_size for path in tensors.rglob("*")) > self.max_bytes
 
-def _hash_reference(launch: Launch) -> str:
-    """Return a hash by which reference runs with equal tensors are recognised.
+    def _hash_reference(self, launch: Launch) -> str:
+        """Return a hash by which reference runs with equal tensors are recognised.
 
-    The hash is over the flags, the number of devices, the program, the patch file and the captured iteration.
-    Everything else is equal for all verifications of one command.
-    """
-    environment = launch.environment
-    parts = (
-        *launch.flags,
-        str(launch.devices),
-        str(launch.entry.path),
-        environment.get(variables.PATCH_FILE_SHA256, ""),
-        environment.get(variables.CAPTURE_ITERATION, ""),
-    )
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+        The hash is over the flags, the number of devices, the program, the patch file and the captured iteration.
+        Everything else is equal for all verifications that share a folder.
+        """
+        environment = launch.environment
+        parts = (
+            *launch.flags,
+            str(launch.devices),
+            self.megatron or str(launch.entry.path),
+            environment.get(variables.PATCH_FILE_SHA256, ""),
+            environment.get(variables.CAPTURE_ITERATION, ""),
+        )
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def verify(
