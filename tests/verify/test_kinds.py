@@ -230,3 +230,54 @@ def test_a_sum_over_smaller_groups_is_named():
 def test_equal_tensors_on_all_ranks_are_no_missing_sum():
     other = random(8, 4, seed=3)
     assert "missing" not in kind(other, more_ranks=(other,)).name
+
+
+def test_rows_of_the_reference_times_factors_are_named_with_the_range() -> None:
+    factors = np.linspace(0.5, 2, 8, dtype=np.float32)
+    name = "each row times a factor of its own, from 0.5 to 2"
+    assert kind(WHOLE * factors[:, np.newaxis]).name == name
+
+
+def test_vectors_that_are_added_to_many_rows_are_counted() -> None:
+    reference = random(32, 4)
+    ours = reference.copy()
+    ours[2:20] += random(4, seed=1)
+    assert kind(ours, reference).name == "the same vector on top of 18 of 32 rows"
+    ours[20:30] += random(4, seed=2)
+    assert kind(ours, reference).name == "one of 2 vectors on top of 28 of 32 rows"
+    assert "vector" not in kind(reference + random(32, 4, seed=1), reference).name
+
+
+def test_mask_that_hides_other_elements_is_named() -> None:
+    scores = np.tril(np.abs(random(8, 8)) + 1)
+    hidden = scores.copy()
+    hidden[np.arange(1, 8), np.arange(7)] = 0
+    hidden[:, 0] *= np.float32(1.5)
+    name = "another mask: zero in 7 of 64 elements that should not be"
+    assert kind(hidden, scores).name == name
+    shown = scores + np.float32(0.5)
+    shown[:, 3] *= 2
+    name = "another mask: not zero in 28 of 64 elements that should be"
+    assert kind(shown, scores).name == name
+
+
+def test_few_columns_or_elements_are_named() -> None:
+    reference = random(16, 16)
+    ours = reference.copy()
+    ours[:, 4:7] = random(16, 3, seed=1)
+    assert kind(ours, reference).name == "in 3 of 16 columns, from 4 to 6"
+    ours = reference.copy()
+    ours[np.arange(16), np.arange(16)] += random(16, seed=1) + 3
+    assert kind(ours, reference).name == "in 16 of 256 elements"
+
+
+def test_factor_that_explains_most_of_the_error_is_approximate() -> None:
+    reference = random(16, 16)
+    ours = reference * np.float32(1.5) + np.float32(0.1) * random(16, 16, seed=1)
+    assert kind(ours, reference).name.startswith("about 1.")
+
+
+def test_ranks_that_should_have_equal_tensors_and_do_not_are_named() -> None:
+    wrong = [random(8, 4, seed=seed) for seed in (1, 2)]
+    assert kind(wrong[0], more_ranks=(wrong[1],)).name == "copies differ between ranks"
+    assert kind(wrong[0], more_ranks=(wrong[0],)).name == "other"

@@ -8,7 +8,6 @@ comes earlier; the first kind that fits is the result.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -20,41 +19,37 @@ from parakit.artifacts.capture import (
 )
 from parakit.verify.captured import Array
 from parakit.verify.comparison import ComparedTensor, TensorComparison, relative_error
+from parakit.verify.patterns import (
+    SOME_RANKS,
+    UNEXPLAINED_FRACTION,
+    ErrorKind,
+    find_approximate_factor,
+    find_factor_per_row,
+    find_few_elements,
+    find_moved_rows,
+    find_other_dropout_mask,
+    find_other_mask,
+    find_repeated_vectors,
+    find_wrong_elements,
+    find_wrong_rows,
+    find_zeros,
+)
 
-_UNEXPLAINED_FRACTION = 0.1
-"""Largest fraction of an error that a fit may leave unexplained, if that is more than rounding."""
 _REQUIRED_FRACTION = 0.9
 """Smallest fraction of elements or wrong rows that a kind must explain."""
-_MAX_ROWS = 65_536
-"""Largest number of rows that are searched for moved rows."""
 _MAX_FITTED_ELEMENTS = 2**26
 """Largest number of elements of all parts of a fit together: half a gigabyte of float64."""
 _MIN_ROUNDED_ELEMENTS = 16
 """Smallest number of elements in which rounding to bf16 can be told from other errors."""
 _CLOSE_FACTOR = 1e-3
 """Relative distance from a parallel degree within which a factor is named after it."""
-_SIGNIFICANT_ERROR = 1e-3
-"""Fraction of the largest absolute error above which an element counts as wrong."""
-_MIN_ZERO_FRACTION = 0.01
-"""Fraction of zeros from which a tensor can show its dropout mask."""
 _BF16_STEP = 2.0**-7
 """Distance from 1 to the next larger bf16 number; rounding to nearest is off by half of it."""
 _VISIBLE_ROUNDING = 2.0**-12
 """Median relative error from which errors may come from bf16 and not from fp32."""
-_SOME_RANKS = "wrong on some ranks only"
 MORE_GRADIENT = "another multiple of its gradient"
 OTHER = "other"
 """Name of the kind of an error that no test explains."""
-
-
-@dataclass(frozen=True)
-class ErrorKind:
-    """Kind of a tensor's error."""
-
-    name: str
-    """Description, such as `factor ×TP` or `missing sum over TP ranks`."""
-    factor: float | None = None
-    """Ratio of ours to the reference's tensor, or to its wrong part; None if the error is no factor."""
 
 
 def classify_error(
@@ -100,21 +95,28 @@ def _list_kinds(
         yield from _find_wrong_norm(tensors, limit)
     if comparison.key[2].endswith(UPDATE_SUFFIX):
         yield from _find_wrong_update(worst, limit)
-    yield from _find_zeros(worst)
+    yield from find_zeros(worst)
     yield from _find_factor(worst, limit, rank)
     yield from _find_bf16_rounding(worst)
     yield from _find_missing_sum(tensors, limit, rank)
     yield from _find_mixed_tensors(worst, comparison, similar_tensors)
-    yield from _find_moved_rows(worst)
+    yield from find_moved_rows(worst)
     if stage in (CaptureStage.OUTPUTS, CaptureStage.ACTIVATION_GRADIENTS) and rank.has_dropout:
-        yield from _find_other_dropout_mask(worst)
-    yield from _find_wrong_rows(worst, comparison, rank)
+        yield from find_other_dropout_mask(worst)
+    yield from find_other_mask(worst)
+    yield from find_factor_per_row(worst, limit)
+    yield from find_repeated_vectors(worst)
+    yield from find_wrong_rows(worst, comparison, rank)
     if comparison.replicas_differ:
         yield ErrorKind("copies differ between ranks")
     if comparison.is_wrong_in_some_micro_batches:
         yield ErrorKind(_name_wrong_micro_batches(comparison))
     if comparison.wrong_ranks and comparison.right_ranks:
-        yield ErrorKind(_SOME_RANKS)
+        yield ErrorKind(SOME_RANKS)
+    yield from find_few_elements(worst, comparison.tolerance)
+    yield from find_approximate_factor(worst)
+    if _have_unequal_copies(tensors, limit):
+        yield ErrorKind("copies differ between ranks")
 
 
 def _name_wrong_micro_batches(comparison: TensorComparison) -> str:
@@ -137,19 +139,6 @@ def _find_wrong_update(tensor: ComparedTensor, limit: float) -> Iterator[ErrorKi
         yield ErrorKind("updated twice", 2.0)
 
 
-def _find_zeros(tensor: ComparedTensor) -> Iterator[ErrorKind]:
-    """Yield a kind if all wrong elements are zero: the tensor, or a part of it, was never computed or was lost."""
-    if tensor.ours.size == 1 or not tensor.reference.any():
-        return
-    if not tensor.ours.any():
-        yield ErrorKind("zero", 0.0)
-        return
-    is_wrong = _find_wrong_elements(tensor)
-    # A dropout mask of another random state also puts zeros, but then other elements are wrong, too.
-    if is_wrong.any() and not tensor.ours[is_wrong].any():
-        yield ErrorKind(f"zero in {is_wrong.sum()} of {is_wrong.size} elements")
-
-
 def _list_kinds_of_integers(
     tensor: ComparedTensor, similar_tensors: Iterable[tuple[str, Array]]
 ) -> Iterator[ErrorKind]:
@@ -157,7 +146,7 @@ def _list_kinds_of_integers(
     for name, values in similar_tensors:
         if _is_error_explained_by(tensor, values):
             yield ErrorKind(f"that of {name}")
-    yield from _find_moved_rows(tensor)
+    yield from find_moved_rows(tensor)
     yield ErrorKind("other values")
 
 
@@ -175,7 +164,7 @@ def _list_kinds_without_values(comparison: TensorComparison) -> Iterator[ErrorKi
 
 def _residual_limit(error: float, tolerance: float) -> float:
     """Return the relative error that a fit may leave: rounding, or a small fraction of the error."""
-    return min(max(2 * tolerance, 1e-3 * error), _UNEXPLAINED_FRACTION * error)
+    return min(max(2 * tolerance, 1e-3 * error), UNEXPLAINED_FRACTION * error)
 
 
 def _find_wrong_norm(tensors: Sequence[ComparedTensor], limit: float) -> Iterator[ErrorKind]:
@@ -210,7 +199,7 @@ def _find_factor(tensor: ComparedTensor, limit: float, rank: CapturedRank) -> It
         return
     # `limit` is taken from the error of the worst row for an update. The error of the full tensor may be
     # smaller than that, down to rounding. A factor of about 1 would then fit, and explain nothing.
-    if remaining_error > _UNEXPLAINED_FRACTION * relative_error(ours, reference):
+    if remaining_error > UNEXPLAINED_FRACTION * relative_error(ours, reference):
         return
     name = name_factor(factor, rank)
     if ours.size == 1 and name[0] not in "×÷":
@@ -280,7 +269,7 @@ def classify_by_parts(
     for name, factor in zip(parts, factors, strict=True):
         expected_factor = 0.0 if name == extra else 1.0
         error_of_part = np.linalg.norm(parts[name]) * abs(factor - expected_factor)
-        if error_of_part > _UNEXPLAINED_FRACTION * error_norm:
+        if error_of_part > UNEXPLAINED_FRACTION * error_norm:
             wrong_factors[name] = float(factor)
     return _make_kind_of_factors(wrong_factors, rank, extra)
 
@@ -298,7 +287,7 @@ def _make_kind_of_factors(
     descriptions: list[str] = []
     missing_parts: list[str] = []
     for name, factor in wrong_factors.items():
-        if abs(factor) < _UNEXPLAINED_FRACTION:
+        if abs(factor) < UNEXPLAINED_FRACTION:
             missing_parts.append(name)
         else:
             descriptions.append(_describe_wrong_factor(name, factor, rank, is_extra=name == extra))
@@ -310,7 +299,7 @@ def _make_kind_of_factors(
 
 def _describe_wrong_factor(name: str, factor: float, rank: CapturedRank, *, is_extra: bool) -> str:
     """Return how a part of a sum is wrong, such as `loss ×2`, or `loss on top` for a part that should not be there."""
-    if is_extra and abs(factor - 1) < _UNEXPLAINED_FRACTION:
+    if is_extra and abs(factor - 1) < UNEXPLAINED_FRACTION:
         return f"{name} on top"
     text = name_factor(factor, rank)
     return f"{name} {text}" if text[0] in "×÷" else f"{name} ×{text}"
@@ -348,6 +337,14 @@ def _list_distinct_values(copies: Sequence[ComparedTensor], limit: float) -> lis
         if not any(relative_error(copy.ours, values) < limit for values in distinct):
             distinct.append(copy.ours)
     return distinct
+
+
+def _have_unequal_copies(tensors: Sequence[ComparedTensor], limit: float) -> bool:
+    """Return True if ranks that should have the same tensor have tensors that differ by more than `limit`."""
+    copies_by_value: dict[bytes, list[ComparedTensor]] = {}
+    for tensor in tensors:
+        copies_by_value.setdefault(tensor.reference.tobytes(), []).append(tensor)
+    return any(len(_list_distinct_values(copies, limit)) > 1 for copies in copies_by_value.values())
 
 
 def _find_bf16_rounding(tensor: ComparedTensor) -> Iterator[ErrorKind]:
@@ -392,7 +389,7 @@ def _find_mixed_tensors(
     """
     _, wrong_name, slot = comparison.key
     ours, reference = _flatten(tensor.ours), _flatten(tensor.reference)
-    limit = _UNEXPLAINED_FRACTION * comparison.error
+    limit = UNEXPLAINED_FRACTION * comparison.error
     for name, values in similar_tensors:
         similar, is_own_gradient = _flatten(values), name == wrong_name
         if is_own_gradient:
@@ -408,102 +405,20 @@ def _find_mixed_tensors(
             continue
         if is_own_gradient:
             yield ErrorKind(MORE_GRADIENT)
-        elif abs(factor - 1) < _UNEXPLAINED_FRACTION:
+        elif abs(factor - 1) < UNEXPLAINED_FRACTION:
             yield ErrorKind(f"a sum too many: {name} on top")
 
 
 def _is_error_explained_by(tensor: ComparedTensor, similar: Array) -> bool:
     """Return True if the wrong elements of a tensor are equal to the same elements of `similar`."""
-    is_wrong = _find_wrong_elements(tensor)
+    is_wrong = find_wrong_elements(tensor)
     if not is_wrong.any():
         return False
     ours = tensor.ours[is_wrong]
     error = relative_error(ours, tensor.reference[is_wrong])
-    return relative_error(ours, similar[is_wrong]) < _UNEXPLAINED_FRACTION * error
-
-
-def _find_wrong_elements(tensor: ComparedTensor) -> Array:
-    """Return a mask of the elements whose error is significant beside the largest one."""
-    errors = np.abs(np.subtract(tensor.ours, tensor.reference, dtype=np.float64))
-    return np.asarray(errors > _SIGNIFICANT_ERROR * errors.max(initial=0.0))
-
-
-def _find_moved_rows(tensor: ComparedTensor) -> Iterator[ErrorKind]:
-    """Yield a kind if the wrong rows are rows of the reference in another order. Elements of a vector count as rows."""
-    ours, reference = _reshape_to_rows(tensor.ours), _reshape_to_rows(tensor.reference)
-    if ours.shape != reference.shape or not 1 < len(ours) <= _MAX_ROWS:
-        return
-    indices_of_row: dict[bytes, list[int]] = {}
-    for index, row in enumerate(_round_for_search(reference)):
-        indices_of_row.setdefault(row.tobytes(), []).append(index)
-    # If most rows are equal to other rows, any order of the rows would fit.
-    if len(indices_of_row) < len(reference) / 2:
-        return
-    num_wrong = 0
-    shifts: list[int] = []
-    for index, row in enumerate(_round_for_search(ours)):
-        reference_indices = indices_of_row.get(row.tobytes(), [])
-        if index in reference_indices:
-            continue
-        num_wrong += 1
-        if reference_indices:
-            distances = [reference_index - index for reference_index in reference_indices]
-            shifts.append(min(distances, key=abs))
-    if not num_wrong or len(shifts) < _REQUIRED_FRACTION * num_wrong:
-        return
-    if len(set(shifts)) == 1:
-        yield ErrorKind(f"rows shifted by {shifts[0]:+d}")
-    else:
-        yield ErrorKind("rows in another order")
-
-
-def _find_other_dropout_mask(tensor: ComparedTensor) -> Iterator[ErrorKind]:
-    """Yield a kind if the tensor is zero in other places than the reference."""
-    is_our_zero, is_reference_zero = tensor.ours == 0, tensor.reference == 0
-    smaller_fraction = min(float(is_our_zero.mean()), float(is_reference_zero.mean()))
-    fraction_that_differs = (is_our_zero != is_reference_zero).mean()
-    if smaller_fraction > _MIN_ZERO_FRACTION and fraction_that_differs > 0.5 * smaller_fraction:
-        yield ErrorKind("another random state")
-
-
-def _find_wrong_rows(
-    tensor: ComparedTensor, comparison: TensorComparison, rank: CapturedRank
-) -> Iterator[ErrorKind]:
-    """Yield a kind if at most a quarter of the rows is wrong, or only rows of the vocabulary's padding."""
-    ours, reference = _reshape_to_rows(tensor.ours), _reshape_to_rows(tensor.reference)
-    if ours.shape != reference.shape or len(ours) < 2:
-        return
-    # The root of the mean square norm of a row; 1 if the reference is 0 everywhere.
-    usual_norm = float(np.linalg.norm(reference)) / len(reference) ** 0.5 or 1.0
-    errors = np.linalg.norm(ours - reference, axis=1)
-    wrong_rows = np.flatnonzero(errors > comparison.tolerance * usual_norm)
-    if not len(wrong_rows):
-        return
-    first, last = wrong_rows[0], wrong_rows[-1]
-    if "word_embeddings" in comparison.key[1] and first >= rank.vocabulary:
-        yield ErrorKind("in the vocabulary's padding only")
-    elif len(wrong_rows) <= len(ours) / 4:
-        prefix = f"{_SOME_RANKS}, " if comparison.wrong_ranks and comparison.right_ranks else ""
-        rows = f"in {len(wrong_rows)} of {len(ours)} rows, from {first} to {last}"
-        yield ErrorKind(f"{prefix}{rows}")
+    return relative_error(ours, similar[is_wrong]) < UNEXPLAINED_FRACTION * error
 
 
 def _flatten(values: Array) -> Array:
     """Return the values as a vector of float64."""
     return values.astype(np.float64).ravel()
-
-
-def _reshape_to_rows(values: Array) -> Array:
-    """Return a matrix with one row per index of the leading dimensions; a vector's elements are rows."""
-    return values.reshape(-1, values.shape[-1]) if values.ndim > 1 else values.reshape(-1, 1)
-
-
-def _round_for_search(values: Array) -> Array:
-    """Round values to thousandths of the largest value, so that nearly equal rows have equal bytes.
-
-    Integers and truth values are returned as they are.
-    """
-    if not np.issubdtype(values.dtype, np.floating):
-        return values
-    size = float(np.abs(values).max()) or 1.0
-    return np.round(values / size * 1000).astype(np.int32)

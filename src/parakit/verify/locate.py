@@ -33,7 +33,8 @@ from parakit.artifacts.capture import (
 from parakit.artifacts.verdict import VerifyVerdict
 from parakit.verify.captured import Capture
 from parakit.verify.comparison import CaptureComparison, ComparedTensor, TensorComparison
-from parakit.verify.kinds import MORE_GRADIENT, ErrorKind, classify_error
+from parakit.verify.kinds import MORE_GRADIENT, classify_error
+from parakit.verify.patterns import ErrorKind
 
 LOCAL = (CaptureStage.OUTPUTS, CaptureStage.LOSS, CaptureStage.ACTIVATION_GRADIENTS)
 """Stages in which errors spread from module to module."""

@@ -29,6 +29,7 @@ _UNEXPLAINED_KINDS = (
     "wrong on some ranks only",
     "wrong in ",  # some micro batches only
     "copies differ between ranks",
+    "about ",  # a factor that does not explain all
 )
 
 
