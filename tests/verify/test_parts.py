@@ -4,7 +4,13 @@ import pytest
 from parakit.artifacts.capture import GRADIENT_PART_PREFIX, CaptureStage, TensorKey
 from parakit.verify.comparison import ComparedTensor
 from parakit.verify.kinds import classify_by_parts
-from parakit.verify.parts import BEFORE, explain_by_parts, needs_parts
+from parakit.verify.parts import (
+    BEFORE,
+    explain_by_parts,
+    is_right_without_loss,
+    name_wrong_loss,
+    needs_parts,
+)
 from parakit.verify.verdict import judge
 from tests.verify.captures import WEIGHT, place, random, rank, write
 
@@ -82,3 +88,28 @@ def test_gradient_with_a_known_kind_needs_no_parts(tmp_path):
     judgement = judge(reference, reduced(tmp_path / "ours", 2 * MAIN))
     assert judgement.verdict.kind == "factor 2"
     assert not needs_parts(judgement)
+
+
+ROUTER_GRADIENT = TensorKey(
+    CaptureStage.ACTIVATION_GRADIENTS, "decoder.layers.0.mlp.router", "input.input", 0
+)
+
+
+def backward(folder, values):
+    """A rank alone with one activation gradient of one micro batch."""
+    return write(folder, [(rank(), [(ROUTER_GRADIENT, values)])])
+
+
+def test_loss_without_which_everything_is_right_is_named(tmp_path):
+    main, auxiliary, other = (random(4, 1, 3, seed=seed) for seed in range(3))
+    reference = backward(tmp_path / "reference", main + auxiliary)
+    ours = backward(tmp_path / "ours", main + other)
+    judgement = judge(reference, ours)
+    assert needs_parts(judgement)
+    reference_without = backward(tmp_path / "reference-without", main)
+    same_without = backward(tmp_path / "same", main)
+    assert is_right_without_loss(judgement, same_without, reference_without)
+    kind = name_wrong_loss(judgement, "auxiliary loss").verdict.kind
+    assert kind == "wrong in the auxiliary loss only"
+    also_wrong_without = backward(tmp_path / "wrong", main + other - auxiliary)
+    assert not is_right_without_loss(judgement, also_wrong_without, reference_without)

@@ -15,7 +15,12 @@ if TYPE_CHECKING:
     from parakit.verify.findings import Finding, FindingStatus, list_findings
     from parakit.verify.kinds import name_factor
     from parakit.verify.page import write_page
-    from parakit.verify.parts import explain_by_parts, needs_parts
+    from parakit.verify.parts import (
+        explain_by_parts,
+        is_right_without_loss,
+        name_wrong_loss,
+        needs_parts,
+    )
     from parakit.verify.reassemble import reassemble_to_one_rank
     from parakit.verify.tolerance import find_token_loss_tolerance
     from parakit.verify.verdict import (
@@ -46,10 +51,12 @@ __all__ = [
     "explain_by_parts",
     "find_token_loss_tolerance",
     "find_unstable_iteration",
+    "is_right_without_loss",
     "judge",
     "list_findings",
     "measure_drift",
     "name_factor",
+    "name_wrong_loss",
     "needs_parts",
     "read_capture",
     "reassemble_to_one_rank",

@@ -10,11 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from parakit.artifacts.capture import GRADIENT_PART_PREFIX, CaptureStage
 from parakit.verify.align import ActivationAligner
 from parakit.verify.captured import Array, Capture, assemble_region, group_parameter_parts
 from parakit.verify.comparison import ComparedTensor, ComparisonKey
 from parakit.verify.kinds import classify_by_parts
+from parakit.verify.patterns import UNEXPLAINED_FRACTION
 from parakit.verify.verdict import Judgement
 
 BEFORE = "the iteration before"
@@ -82,6 +85,44 @@ def explain_by_parts(
             verdict = replace(judgement.verdict, kind=kind.name, factor=kind.factor)
             return replace(judgement, verdict=verdict)
     return judgement
+
+
+def is_right_without_loss(
+    judgement: Judgement, strategy_without: Capture, reference_without: Capture
+) -> bool:
+    """Return True if the error of the first wrong tensor vanishes when both runs leave out a loss.
+
+    The loss then has a wrong gradient that is no multiple of the right one, and everything else is right.
+
+    Args:
+        judgement: A judgement for which `needs_parts` is true.
+        strategy_without: Capture of the strategy without the loss, with the reference's module inputs.
+        reference_without: Capture of the reference without the loss, with the same module inputs.
+    """
+    first = judgement.first
+    assert first is not None
+    tensor = first.worst
+    assert tensor is not None
+    aligner = ActivationAligner(reference_without, strategy_without)
+    rank_capture = strategy_without.ranks[tensor.rank]
+    for record in rank_capture.records:
+        tensor_key = record.tensor_key
+        record_key = (tensor_key.stage, tensor_key.name, tensor_key.slot)
+        if record_key != first.key or tensor_key.micro_batch != tensor.micro_batch:
+            continue
+        aligned = aligner.align(rank_capture, record)
+        if aligned.ours is None or aligned.reference is None:
+            return False
+        error_without = np.linalg.norm(aligned.ours - aligned.reference)
+        error = np.linalg.norm(tensor.ours - tensor.reference)
+        return bool(error_without <= UNEXPLAINED_FRACTION * error)
+    return False
+
+
+def name_wrong_loss(judgement: Judgement, loss: str) -> Judgement:
+    """Return the judgement with the loss as the kind of the error, because everything is right without it."""
+    kind = f"wrong in the {loss} only"
+    return replace(judgement, verdict=replace(judgement.verdict, kind=kind, factor=None))
 
 
 def _list_sums(

@@ -53,8 +53,10 @@ from parakit.verify import (
     count_seeds,
     explain_by_parts,
     find_unstable_iteration,
+    is_right_without_loss,
     judge,
     measure_drift,
+    name_wrong_loss,
     needs_parts,
     read_capture,
     reassemble_to_one_rank,
@@ -519,7 +521,8 @@ class _IterationVerification:
         The parts are the gradients of each micro batch and of each additional loss. The judgement is returned
         unchanged if no part explains the error. The reference is trained once more to capture the gradient of
         each micro batch. For each additional loss of the model, the reference is also trained once without that
-        loss. All modules then get the reference's inputs, so that only the gradient of that loss is missing.
+        loss. All modules then get the reference's inputs, so that only the gradient of that loss is missing. If no
+        sum of parts explains the error, the strategy is trained without each loss, too.
 
         Args:
             judgement: Judgement whose first wrong tensor is a gradient.
@@ -540,7 +543,34 @@ class _IterationVerification:
             part = f"reference-without-{flag.removeprefix('--')}"
             captures_without_loss[name] = self._capture(part, without_loss, forced=inputs)
         parts = self._capture("reference-parts", launch, parts="1")
-        return explain_by_parts(judgement, ours, parts, captures_without_loss)
+        explained = explain_by_parts(judgement, ours, parts, captures_without_loss)
+        if needs_parts(explained) and judgement.may_have_spread:
+            return self._find_wrong_loss(judgement, captures_without_loss)
+        return explained
+
+    def _find_wrong_loss(
+        self, judgement: Judgement, captures_without_loss: dict[str, Capture]
+    ) -> Judgement:
+        """Return the judgement with a loss as the kind of the error if everything is right without this loss.
+
+        For each loss the strategy is trained once without it, with the reference's tensors as inputs of all modules.
+
+        Args:
+            judgement: Judgement whose first wrong tensor is an activation gradient.
+            captures_without_loss: Captures of the reference that leave out one loss each, by the name of the loss.
+
+        Raises:
+            VerifyError: A run failed.
+        """
+        launch = self.verification.strategy
+        inputs = self._tensor_folder("given")
+        for name, flag in list_further_losses(launch).items():
+            without_loss = replace(launch, flags=merge_flags(launch.flags, (flag, "0")))
+            part = f"strategy-without-{flag.removeprefix('--')}"
+            ours = self._capture(part, without_loss, forced=inputs)
+            if is_right_without_loss(judgement, ours, captures_without_loss[name]):
+                return name_wrong_loss(judgement, name)
+        return judgement
 
     def _measure_drift(self, reference: Capture) -> Drift:
         """Return the relative error that rounding in earlier iterations causes in each weight and optimizer state.
