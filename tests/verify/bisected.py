@@ -24,8 +24,8 @@ from parakit.experiments.verify.bisect import (
     CAPTURES_FOLDER,
     CommitVerifier,
     find_change_in_branches,
-    list_commits,
 )
+from parakit.experiments.verify.commits import list_commits
 from parakit.experiments.verify.pairs import LaunchPair
 from parakit.launch.data import SMALL_SAMPLE
 from parakit.launch.job import parse_target

@@ -26,7 +26,7 @@ from parakit.artifacts.verdict import VerifyOutcome, VerifyVerdict
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, read_yaml
 from parakit.config.setting import SettingError
-from parakit.experiments.verify.bisect import copy_dataset_helpers
+from parakit.experiments.verify.commits import copy_dataset_helpers
 from parakit.experiments.verify.verifier import Verifier
 from parakit.launch.data import SMALL_SAMPLE, make_sample
 from parakit.launch.options import Options

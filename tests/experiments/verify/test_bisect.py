@@ -16,11 +16,10 @@ from parakit.experiments.verify.bisect import (
     find_change,
     find_change_in_branches,
     format_repetition,
-    list_commits,
-    make_worktree,
 )
 from parakit.experiments.verify.changes import list_nearest_changes
 from parakit.experiments.verify.command import SharedReferences
+from parakit.experiments.verify.commits import list_commits, make_worktree
 from parakit.experiments.verify.pairs import LaunchPair
 from parakit.launch import Options, parse_target
 from parakit.verify import Judgement, refuse_comparison
@@ -116,7 +115,7 @@ def judge_files(clone: Path, unbuilt: tuple[str, ...] = ()) -> Callable[[str], V
 @pytest.fixture(autouse=True)
 def _without_installed_helpers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "parakit.experiments.verify.bisect.copy_dataset_helpers", lambda checkout: None
+        "parakit.experiments.verify.commits.copy_dataset_helpers", lambda checkout: None
     )
 
 

@@ -40,7 +40,7 @@ from parakit.experiments.matrix.commands import (
 from parakit.experiments.matrix.definition import Matrix, load_matrix
 from parakit.experiments.matrix.outcome import read_json_files
 from parakit.experiments.matrix.touched import list_component_cells
-from parakit.experiments.verify.bisect import find_commit, make_worktree
+from parakit.experiments.verify.commits import find_commit, make_worktree
 from parakit.experiments.verify.verifier import ForkedRanks
 from parakit.formatting.html import environment
 from parakit.formatting.table import markdown_rows

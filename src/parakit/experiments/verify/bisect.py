@@ -13,10 +13,8 @@ import hashlib
 import shlex
 import shutil
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import msgspec
@@ -30,6 +28,13 @@ from parakit.config.model import is_model_file, model_name_of_file
 from parakit.config.strategy import count_devices
 from parakit.experiments.verify.changes import ChangedLines, list_nearest_changes
 from parakit.experiments.verify.command import SharedReferences, run_verification
+from parakit.experiments.verify.commits import (
+    SHORT_HASH,
+    find_commit,
+    list_branch_commits,
+    list_commits,
+    make_worktree,
+)
 from parakit.experiments.verify.pairs import PREFIX, LaunchPair, compose_pair, parse_pair
 from parakit.experiments.verify.reasons import strip_paths_and_numbers
 from parakit.formatting.terminal import say
@@ -41,9 +46,6 @@ Judge = Callable[[str], VerifyVerdict]
 
 AGAINST_GOOD = "good"
 """Value of AGAINST= with which the reference is the same strategy in GOOD='s Megatron."""
-EXECUTED_FILES = ("megatron", ":(glob)*.py")
-"""Paths of Megatron's repository that training executes: the package, and the scripts in the root folder."""
-DATASETS = Path("megatron", "core", "datasets")
 DEFAULT_MODEL = "gpt2-tiny"
 DEFAULT_DEVICES = 2
 """Number of ranks of a strategy whose name leaves it open, such as `zero1`."""
@@ -51,8 +53,6 @@ CAPTURES_FOLDER = "bisect-captures"
 """Folder in the runs folder with the initial weights and the reference's tensors of each commit."""
 MAX_KEPT_BYTES = 2 << 30
 """Size of a reference's tensors above which they are not kept."""
-_SHORT = 12
-"""Number of digits of a commit in folders and messages."""
 
 
 @dataclass(frozen=True)
@@ -143,19 +143,6 @@ def find_change_in_branches(
     return change
 
 
-def list_branch_commits(checkout: Path, commit: str) -> list[str]:
-    """Return the commits of the branch that a merge brings in, the oldest first.
-
-    The first one of the result is the commit at which the branch starts. The list is empty if the commit is no merge.
-    Commits that change nothing that training executes are left out.
-    """
-    parents = run_git(checkout, "rev-parse", f"{commit}^@").split()
-    if len(parents) < 2:
-        return []
-    base = run_git(checkout, "merge-base", *parents[:2]).strip()
-    return [base, *_list_executed_commits(checkout, base, parents[1])] if base else []
-
-
 def _is_same_change(change: CommitChange, other: CommitChange) -> bool:
     """Return True if the verdicts before and after a change are those before and after the other change."""
     return _behaves_like(change.before, other.before, other.after) and _behaves_like(
@@ -186,66 +173,6 @@ def _behaves_like(
     return (verdict.stage, verdict.module, verdict.tensor) == (end.stage, end.module, end.tensor)
 
 
-def find_commit(checkout: Path, name: str) -> str:
-    """Return the full hash of a commit, a branch or a tag; empty if the clone has none of this name."""
-    return run_git(checkout, "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}").strip()
-
-
-def list_commits(checkout: Path, good: str, bad: str) -> list[str]:
-    """Return the commits between two commits that change what training executes, the oldest first.
-
-    The older of the two commits is the first one of the result. A commit that changes only tests or documentation
-    is left out, because it behaves like its predecessor.
-
-    Args:
-        checkout: A clone of Megatron-LM.
-        good: Name of a commit, a branch or a tag (GOOD=).
-        bad: The same (BAD=). Either of the two may be the older one.
-
-    Raises:
-        LaunchError: The clone does not have a commit, or none of the two is an ancestor of the other. Or no commit
-            between them changes what training executes.
-    """
-    good_commit = _require_commit(checkout, "GOOD", good)
-    bad_commit = _require_commit(checkout, "BAD", bad)
-    base = run_git(checkout, "merge-base", good_commit, bad_commit).strip()
-    if base not in (good_commit, bad_commit):
-        alternative = "of one branch"
-        if base:
-            alternative = f"for instance their common ancestor {base[:_SHORT]}"
-        raise LaunchError(
-            f"GOOD={good} and BAD={bad} are on different branches; name two commits of which one is an ancestor "
-            f"of the other, {alternative}."
-        )
-    newest = bad_commit if base == good_commit else good_commit
-    commits = _list_executed_commits(checkout, base, newest)
-    if not commits:
-        raise LaunchError(
-            f"No commit between GOOD={good} and BAD={bad} changes what training executes; name two other commits."
-        )
-    return [base, *commits]
-
-
-def _list_executed_commits(checkout: Path, base: str, newest: str) -> list[str]:
-    """Return the first parents of `newest` after `base` that change what training executes, the oldest first."""
-    first_parents = ("rev-list", "--first-parent", "--reverse", f"{base}..{newest}")
-    return run_git(checkout, *first_parents, "--", *EXECUTED_FILES).split()
-
-
-def _require_commit(checkout: Path, variable: str, name: str) -> str:
-    """Return the hash of the commit that a variable names.
-
-    Raises:
-        LaunchError: The clone has no such commit.
-    """
-    commit = find_commit(checkout, name)
-    if not commit:
-        raise LaunchError(
-            f"{variable}={name} is no commit of MEGATRON_LM={checkout}; fetch it there, or name another one."
-        )
-    return commit
-
-
 @dataclass(frozen=True)
 class CommitVerifier:
     """Verifies one question with the Megatron of any commit, and keeps verdicts and the references' tensors."""
@@ -271,21 +198,21 @@ class CommitVerifier:
 
         A commit that cannot be built or composed gives a verdict `not comparable` with the reason.
         """
-        results = self.folder / commit[:_SHORT]
+        results = self.folder / commit[:SHORT_HASH]
         verdicts = _read_kept_verdicts(results)
         verdict = verdicts[0] if verdicts else self._verify_in_worktree(commit, results)
         kept = " (kept)" if verdicts else ""
-        say(self.console, f"{commit[:_SHORT]} {verdict.sentence}{kept}")
+        say(self.console, f"{commit[:SHORT_HASH]} {verdict.sentence}{kept}")
         return verdict
 
     def _verify_in_worktree(self, commit: str, results: Path) -> VerifyVerdict:
         """Verify a commit in a new worktree, which is removed at the end, and return the verdict."""
         # What an interrupted verification has left there would stand beside the new runs.
         shutil.rmtree(results, ignore_errors=True)
-        scratch = self.folder / f".{commit[:_SHORT]}"
+        scratch = self.folder / f".{commit[:SHORT_HASH]}"
         owner = self.reference_commit or commit
         # Initial weights of another commit may have other names, so each commit has its own.
-        kept = self.captures / owner[:_SHORT]
+        kept = self.captures / owner[:SHORT_HASH]
         shared = SharedReferences(kept / "references", owner, MAX_KEPT_BYTES)
         try:
             with make_worktree(self.megatron_lm, commit, scratch / "checkout") as checkout:
@@ -316,45 +243,6 @@ def _read_kept_verdicts(results: Path) -> list[VerifyVerdict]:
         return list(read_verdicts(results))
     except msgspec.ValidationError:
         return []
-
-
-@contextmanager
-def make_worktree(megatron_lm: Path, commit: str, folder: Path) -> Iterator[Path]:
-    """Yield `folder` with the files of a commit, and remove it at the end of the `with` block.
-
-    The compiled helpers of data sets are copied from the installed Megatron, because compiling them takes as long as a
-    verification.
-
-    Raises:
-        LaunchError: git cannot check out the commit.
-    """
-    # An interrupted search may have left the files of another commit there.
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    # With --force git also takes a path whose worktree is gone.
-    run_git(megatron_lm, "worktree", "add", "--detach", "--force", str(folder.resolve()), commit)
-    try:
-        if not (folder / "megatron").is_dir():
-            raise LaunchError(
-                f"git cannot check out {commit[:_SHORT]} of MEGATRON_LM={megatron_lm}; see 'git worktree add' there."
-            )
-        copy_dataset_helpers(folder)
-        yield folder
-    finally:
-        run_git(megatron_lm, "worktree", "remove", "--force", str(folder.resolve()))
-
-
-def copy_dataset_helpers(checkout: Path) -> None:
-    """Copy the compiled helpers of data sets from the installed Megatron into a checkout.
-
-    Nothing is copied if no Megatron is installed, or if its helpers are not compiled.
-    """
-    try:
-        installed = Path(str(distribution("megatron-core").locate_file(DATASETS)))
-    except PackageNotFoundError:
-        return
-    for library in installed.glob("helpers_cpp*.so"):
-        shutil.copy(library, checkout / DATASETS)
 
 
 def bisect_megatron(
@@ -442,7 +330,7 @@ def _print_change(change: CommitChange, verifier: CommitVerifier, good_commit: s
         say(console, f"one of {number} commits; the others cannot be verified:", "yellow")
     for commit in change.candidates:
         subject = run_git(megatron_lm, "log", "-1", "--format=%as %s", commit).strip()
-        say(console, f"  {commit[:_SHORT]} {subject}")
+        say(console, f"  {commit[:SHORT_HASH]} {subject}")
     say(console, f"  before   {change.before.sentence}")
     say(console, f"  after    {change.after.sentence}")
     first = change.candidates[-1]
@@ -450,7 +338,7 @@ def _print_change(change: CommitChange, verifier: CommitVerifier, good_commit: s
         say(console, f"  changed  {lines}")
     say(console, f"  repeat   {format_repetition(verifier.pair, megatron_lm, first, good_commit)}")
     for commit, reason in change.skipped.items():
-        say(console, f"  skipped  {commit[:_SHORT]}: {reason}")
+        say(console, f"  skipped  {commit[:SHORT_HASH]}: {reason}")
 
 
 def list_commit_changes(
@@ -488,7 +376,7 @@ def format_repetition(pair: LaunchPair, megatron_lm: Path, commit: str, good_com
         checkouts.append(("../megatron-good", good_commit))
     variables["ALLOW_UNKNOWN_MEGATRON"] = "1"
     commands = [
-        f"git -C {shlex.quote(str(megatron_lm))} worktree add --detach $PWD/{folder} {hash_[:_SHORT]}"
+        f"git -C {shlex.quote(str(megatron_lm))} worktree add --detach $PWD/{folder} {hash_[:SHORT_HASH]}"
         for folder, hash_ in checkouts
     ]
     return " && ".join((*commands, format_make_command(pair.target, variables)))
