@@ -29,6 +29,15 @@ def test_a_fix_is_seen_where_it_is_stated_or_by_the_error_that_ends_the_run() ->
     assert Fix(**stated, fails="sizes differ").is_seen(ended)
 
 
+def test_a_fix_holds_if_its_parents_fault_is_gone_though_the_log_has_another_one() -> None:
+    held = VerifyVerdict(VerifyOutcome.HELD)
+    wrong = VerifyVerdict(VerifyOutcome.DIFFERS, stage=CaptureStage.OUTPUTS, module="decoder")
+    logged = VerifyVerdict(VerifyOutcome.DIFFERS, stage=CaptureStage.LOG, module="z_loss")
+    fix = Fix("a", 1, "b", stage=CaptureStage.OUTPUTS)
+    assert [fix.is_gone(verdict) for verdict in (held, wrong, logged)] == [True, False, True]
+    assert not Fix("a", 1, "b", stage=CaptureStage.LOG).is_gone(logged)
+
+
 def test_history_needs_a_clone() -> None:
     with pytest.raises(SettingError, match="set MEGATRON_LM= to a whole clone"):
         verify_history(None)
