@@ -35,17 +35,16 @@ from tests.verify.history import HISTORY, Fix, adapt_to_installed_torch, fixes
 
 COMMITS_AFTER, COMMITS_BEFORE = 27, 37
 """Commits of the range after and before the fix: 64, and the fix is not in the middle."""
+FURTHER = 16
+"""Commits by which an end is moved away from the fix if it does not behave as the fix says."""
+MOVES = 4
+"""Most moves of an end."""
 HEAD = "| fix | first commit | searched | verified | processor minutes |\n|---|---|---|---|---|"
 
 
 def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
     """Return the line of the table for a fix, and whether exactly the fix was found."""
     full_hash = run_git(clone, "rev-parse", fix.commit).strip()
-    merge = find_merge(clone, full_hash)
-    newer = run_git(
-        clone, "rev-list", "--first-parent", "--reverse", f"{merge}..origin/HEAD"
-    ).split()
-    commits = list_commits(clone, newer[COMMITS_AFTER - 1], f"{merge}~{COMMITS_BEFORE}")
     options = Options(
         data=SMALL_SAMPLE,
         extra=(*shlex.split(fix.flags), *SMALL),
@@ -63,6 +62,7 @@ def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
     )
 
     before = processor_seconds()
+    commits = list_range(fix, find_merge(clone, full_hash), verifier)
     change = find_change_in_branches(clone, commits, verifier.verify_commit)
     minutes = (processor_seconds() - before) / 60
     shutil.rmtree(verifier.captures, ignore_errors=True)
@@ -71,6 +71,33 @@ def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
     answer = " ".join(candidate[:10] for candidate in candidates) or "both ends behave the same"
     line = f"| {fix.commit} | {answer} | {len(commits) - 1} | {verified} | {minutes:.1f} |"
     return line, candidates == (full_hash,)
+
+
+def list_range(fix: Fix, merge: str, verifier: CommitVerifier) -> list[str]:
+    """Return the commits around a fix, the oldest of which shows the fault and the newest of which does not.
+
+    An end that does not behave so is moved away from the fix, `FURTHER` commits at a time and `MOVES` times at most. It
+    cannot be built, for instance, as a person who calls `make bisect` would find out.
+
+    Args:
+        fix: The fix.
+        merge: First parent of origin/HEAD that brings the fix in.
+        verifier: Verifies the ends, and keeps their verdicts for the search.
+    """
+    clone = verifier.megatron_lm
+    newer = run_git(
+        clone, "rev-list", "--first-parent", "--reverse", f"{merge}..origin/HEAD"
+    ).split()
+    num_before, num_after = COMMITS_BEFORE, COMMITS_AFTER
+    for _ in range(MOVES):
+        commits = list_commits(clone, newer[num_after - 1], f"{merge}~{num_before}")
+        shows_fault = fix.is_seen(verifier.verify_commit(commits[0]))
+        is_gone = fix.is_gone(verifier.verify_commit(commits[-1]))
+        if shows_fault and is_gone:
+            break
+        num_before += 0 if shows_fault else FURTHER
+        num_after += 0 if is_gone else FURTHER
+    return commits
 
 
 def find_merge(clone: Path, commit: str) -> str:
