@@ -35,6 +35,8 @@ from tests.verify.history import HISTORY, Fix, adapt_to_installed_torch, fixes
 
 COMMITS_AFTER, COMMITS_BEFORE = 27, 37
 """Commits of the range after and before the fix: 64, and the fix is not in the middle."""
+ITERATION = 1
+"""Captured iteration: each of these faults shows in the first one, which is the cheapest."""
 FURTHER = 16
 """Commits by which an end is moved away from the fix if it does not behave as the fix says."""
 MOVES = 4
@@ -47,6 +49,7 @@ def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
     full_hash = run_git(clone, "rev-parse", fix.commit).strip()
     options = Options(
         data=SMALL_SAMPLE,
+        iterations=ITERATION,
         extra=(*shlex.split(fix.flags), *SMALL),
         patch_file=read_patch_file(str(HISTORY.parent / fix.patch)) if fix.patch else None,
     )
