@@ -1,12 +1,15 @@
 """Injected bugs are found, and healthy strategies are not called wrong, by the whole: ranks, capture,
 verdict."""
 
+import re
 from pathlib import Path
 
 import pytest
 
+from parakit.config.files import ROOT
 from tests.examples.runs import SharedRuns
 from tests.verify.benched import QUICK, QUICK_LOGGED, QUICK_RESUMED, bench
+from tests.verify.injected_bugs.check import injected_bugs
 
 
 @pytest.fixture
@@ -27,6 +30,20 @@ def test_a_run_that_resumes_with_the_distributed_optimizer_holds(quick_injected:
 
 def test_grpo_on_packed_sequences_holds_under_context_parallelism(quick_injected: str) -> None:
     assert "fine-tuned: tensors held" in quick_injected, quick_injected
+
+
+def test_the_page_counts_the_injected_bugs_of_its_table_and_those_without_a_row() -> None:
+    page = (ROOT / "src" / "parakit" / "verify" / "README.md").read_text()
+    table, _, _ = page.partition("\n\nSeven bugs show only")
+    rows = re.findall(r"^\| ([a-z0-9-]+) \|.*\| yes \|.*$", table, re.MULTILINE)
+    unexplained = re.findall(r"^\| [a-z0-9-]+ \|.*\| yes \|.*\| other \|.*$", table, re.MULTILINE)
+    ids = {bug.id for bug in injected_bugs()}
+    assert set(rows) <= ids
+    assert len(rows) == len(set(rows))
+    text = " ".join(page.split())
+    assert f"All {len(rows)} bugs of the table were named" in text
+    assert f"{len(unexplained)} of them have the kind *other*" in text
+    assert f"The {len(ids) - len(rows)} latest bugs have no row yet" in text
 
 
 @pytest.mark.slow

@@ -281,3 +281,11 @@ def test_ranks_that_should_have_equal_tensors_and_do_not_are_named() -> None:
     wrong = [random(8, 4, seed=seed) for seed in (1, 2)]
     assert kind(wrong[0], more_ranks=(wrong[1],)).name == "copies differ between ranks"
     assert kind(wrong[0], more_ranks=(wrong[0],)).name == "other"
+
+
+def test_scores_of_rounded_keys_are_noise_of_that_size() -> None:
+    queries, keys = random(64, 32), random(64, 32, seed=1)
+    size = np.float32(2**8)
+    rounded = np.round(keys * size) / size
+    assert kind(queries @ rounded.T, queries @ keys.T).name == "noise of the size of bf16 rounding"
+    assert kind(random(64, 64), random(64, 64, seed=1)).name == "other"

@@ -27,6 +27,7 @@ from parakit.verify.patterns import (
     find_factor_per_row,
     find_few_elements,
     find_moved_rows,
+    find_noise,
     find_other_dropout_mask,
     find_other_mask,
     find_repeated_vectors,
@@ -115,6 +116,7 @@ def _list_kinds(
         yield ErrorKind(SOME_RANKS)
     yield from find_few_elements(worst, comparison.tolerance)
     yield from find_approximate_factor(worst)
+    yield from find_noise(worst)
     if _have_unequal_copies(tensors, limit):
         yield ErrorKind("copies differ between ranks")
 

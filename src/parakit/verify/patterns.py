@@ -23,6 +23,10 @@ _SMALL_FRACTION = 1 / 4
 """Largest fraction of rows, columns or elements that is named by its position."""
 _MAX_ROWS_PER_VECTOR = 8
 """Number of wrong rows per distinct error from which the errors count as few vectors on top of many rows."""
+_BF16_ERRORS = (2.0**-12, 2.0**-7)
+"""Range of the relative error of tensors that are computed from numbers rounded to bf16."""
+_MIN_NOISY_ELEMENTS = 256
+"""Smallest number of elements in which random errors can be told from others."""
 _MIN_COLUMNS = 4
 """Smallest number of columns in which a factor per row can be told from other errors."""
 _REQUIRED_FRACTION = 0.9
@@ -169,6 +173,24 @@ def find_approximate_factor(tensor: ComparedTensor) -> Iterator[ErrorKind]:
     explained_error = np.linalg.norm((factor - 1) * reference)
     if explained_error**2 >= _REQUIRED_FRACTION * np.linalg.norm(ours - reference) ** 2:
         yield ErrorKind(f"about {factor:.4g} times as large")
+
+
+def find_noise(tensor: ComparedTensor) -> Iterator[ErrorKind]:
+    """Yield a kind if the errors are random and as large as rounding to bf16, as after sums of rounded numbers."""
+    errors = np.subtract(tensor.ours, tensor.reference, dtype=np.float64).ravel()
+    reference = tensor.reference.astype(np.float64).ravel()
+    error_norm, norm = np.linalg.norm(errors), np.linalg.norm(reference)
+    if (
+        errors.size < _MIN_NOISY_ELEMENTS
+        or not _BF16_ERRORS[0] * norm < error_norm < _BF16_ERRORS[1] * norm
+    ):
+        return
+    correlation = abs(errors @ reference) / (error_norm * norm)
+    is_in_both_directions = abs(np.sign(errors).mean()) < _SMALL_FRACTION
+    # Errors in few elements have a cause of their own.
+    is_everywhere = np.mean(np.abs(errors) > _MIN_ZERO_FRACTION * np.abs(errors).max()) > 0.5
+    if correlation < UNEXPLAINED_FRACTION and is_in_both_directions and is_everywhere:
+        yield ErrorKind("noise of the size of bf16 rounding")
 
 
 def find_few_elements(tensor: ComparedTensor, tolerance: float) -> Iterator[ErrorKind]:
