@@ -173,8 +173,8 @@ def test_an_exported_target_is_checked_and_imported_again(
     options, console = options_from_texts({}), Console(width=500)
     export_recipe("train-tp2-gpt2-large-2gpu", "nemo", options, console)
     printed = capsys.readouterr().out
-    assert "Megatron-Bridge 0.3.1 takes it" in printed
-    assert "nemo-run starts 2 ranks of it" in printed
+    assert "Megatron-Bridge 0.3.1 reads it as the run" in printed
+    assert "nemo-run, which starts 2 ranks with torchrun" in printed
     recipe = tmp_path / "recipes/train-tp2-gpt2-large-2gpu/bridge_recipe.py"
     import_recipe(f"{recipe}:pretrain_config", "again", 2, console)
     assert "make train-tp2-again-2gpu MICRO_BATCH=64" in capsys.readouterr().out
