@@ -400,6 +400,10 @@ def test_numbers_of_commands_and_variables_are_limited() -> None:
         "CHAPTER",
         "TRAIN",
         "SERVE",
+        "ALL",
+        "FOR",
+        "PEFT",
+        "MTBF",
     } | of_history
     assert len({setting.name for setting in SETTINGS} - named_by_issues) <= 85
 
@@ -531,3 +535,14 @@ def test_an_experiment_without_a_prediction_refuses_a_device() -> None:
         ValueError, match="GPU= predicts the experiments zero and tutorial, not demo"
     ):
         run("experiment", {"NAME": "demo", "GPU": "h100"})
+
+
+def test_usual_abbreviations_of_make_variables_are_named() -> None:
+    plan = command_named("plan")
+    assert plan is not None
+    with pytest.raises(SettingError, match=r"no variable GBS; did you mean GLOBAL_BATCH=\?"):
+        refuse_unused_variables(["GBS"], "plan", plan)
+    with pytest.raises(
+        SettingError, match=r"GPUS=eight is not a whole number or several with commas; write 8\."
+    ):
+        given("plan", {"MODEL": "gpt2-large", "GPUS": "eight"})

@@ -7,11 +7,14 @@ import pytest
 from parakit.config.strategy import Parallelism, Sharding
 from parakit.planner.advice import (
     StrategyFamily,
-    advice_sentences,
+    bottleneck_sentence,
     describe_saving,
+    describe_strategy,
+    families_sentence,
     find_best_of_each_family,
     name_bottleneck,
     no_fit_sentence,
+    one_device_sentence,
     runner_up_sentence,
     strategy_family,
 )
@@ -37,28 +40,45 @@ def test_every_strategy_belongs_to_a_family(parallelism: Parallelism, kind: Stra
     assert strategy_family(parallelism) is kind
 
 
-def test_a_small_model_is_advised_that_one_device_is_enough(make_request: MakeRequest) -> None:
-    sentences = advice_sentences(search_configurations(make_request("gpt2-large", 2, "h200", 64)))
-    assert sentences[0] == ("Use dp2: data parallelism over 2 ranks.")
-    assert "The bottleneck is arithmetic" in sentences[-3]
-    assert "One device is enough" in sentences[-2]
-    assert "(vpp2x18). Context parallelism takes" in sentences[-1]
+@pytest.mark.parametrize(
+    ("parallelism", "written"),
+    [
+        (Parallelism(), "one device"),
+        (
+            Parallelism(
+                data=32, tensor=4, pipeline=8, sequence_parallel=True, sharding=Sharding.ZERO1
+            ),
+            "TP 4 with SP × PP 8 × DP 32, ZeRO-1",
+        ),
+        (
+            Parallelism(data=8, tensor=2, context=2, pipeline=4, virtual_stages=3, expert=8),
+            "TP 2 × CP 2 × PP 4 with 3 virtual stages each × DP 8, EP 8",
+        ),
+    ],
+)
+def test_a_strategy_is_written_out(parallelism: Parallelism, written: str) -> None:
+    assert describe_strategy(parallelism) == written
 
 
-def test_a_large_model_is_advised_to_combine(make_request: MakeRequest) -> None:
+def test_a_small_model_needs_one_device(make_request: MakeRequest) -> None:
+    plan = search_configurations(make_request("gpt2-large", 2, "h200", 64))
+    winner = plan.ranked[0]
+    assert "The bottleneck is arithmetic" in bottleneck_sentence(plan)
+    assert "One device is enough" in one_device_sentence(plan.request, winner)
+    assert "(vpp2x18). Context parallelism takes" in families_sentence(plan, winner)
+
+
+def test_a_large_model_does_not_fit_one_device(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
-    sentences = advice_sentences(plan)
-    assert sentences[0].startswith("Use sp4vpp16x6dp16-zero1: tensor and sequence parallelism over")
-    assert sentences[-2].startswith("One device is not enough")
-    assert "cannot be split evenly" in sentences[-1]
+    winner = plan.ranked[0]
+    assert one_device_sentence(plan.request, winner).startswith("One device is not enough")
+    assert "cannot be split evenly" in families_sentence(plan, winner)
 
 
 def test_the_runner_up_is_compared_in_numbers(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt3-1.3b", 8, "rtx4090", 64))
-    first, second, *remaining = plan.ranked
+    first, *remaining = plan.ranked
     slower = next(candidate for candidate in remaining if not candidate.is_tied(first))
-    assert first.strategy in advice_sentences(plan)[3]
-    assert second.strategy in advice_sentences(plan)[3]
     assert "ms of" in runner_up_sentence(first, slower)
 
 
@@ -78,7 +98,7 @@ def test_slow_network_is_named_as_the_bottleneck(make_request: MakeRequest) -> N
 def test_memory_is_named_as_the_bottleneck_if_the_device_is_full(make_request: MakeRequest) -> None:
     plan = search_configurations(make_request("gpt3-13b", 8, "a100", 512))
     assert name_bottleneck(plan) == "memory"
-    assert "The bottleneck is memory" in advice_sentences(plan)[-3]
+    assert "The bottleneck is memory" in bottleneck_sentence(plan)
 
 
 def test_refusal_of_a_configuration_that_does_not_fit_names_the_missing_memory(

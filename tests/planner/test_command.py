@@ -26,17 +26,14 @@ def test_json_holds_the_ranking_with_every_component(capsys: pytest.CaptureFixtu
     assert plan["assumptions"]
 
 
-def test_text_opens_with_advice_and_ends_with_the_command(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_json_has_the_answers_of_the_first_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*CONTRACT, "--json"]) == 0
+    advice = json.loads(capsys.readouterr().out)["advice"]
     assert main(CONTRACT) == 0
-    lines = capsys.readouterr().out.strip().splitlines()
-    assert lines[0] == "Use dp2: data parallelism over 2 ranks."
-    assert lines[1].startswith("An iteration takes 453 ms, and the rank with the peak memory holds")
-    assert lines[2].startswith("gpt2-large has 0.77 billion parameters and trains on 2 H200")
-    titles = [line.strip() for line in lines if line.startswith("The fastest of 318 legal")]
-    assert titles == ["The fastest of 318 legal configurations"]
-    assert lines[-1] == "make train-dp2-gpt2-large-2gpu"
+    printed = " ".join(capsys.readouterr().out.split())
+    assert advice[0].startswith("Use DP 2; ")
+    for answer in advice:
+        assert " ".join(answer.removeprefix("Use ").split()) in printed
 
 
 def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,6 +50,8 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ("--model gpt2-large --gpus 2 --gpu h201", "did you mean h20"),
         ("--model gpt2-large --gpus 2 --intra nvlnk4", "did you mean nvlink4"),
         ("--model gpt2-large --gpus 0", "--gpus is 0; use 1 or more."),
+        ("--model gpt2-large --gbs 64", "did you mean --global-batch?"),
+        ("--model gpt2-large --dtype fp8", 'use --extra "--fp8-format hybrid"'),
         ("--model gpt2-large --gpus 12 --nodes 2 --gpus-per-node 8", "have 16 GPUs, not 12"),
         ("--model gpt2-large --gpus 2 --dtype fp64", "no dtype 'fp64'; use fp16, bf16, fp32"),
         (
@@ -61,7 +60,7 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ),
         (
             "--model gpt2-large --gpus two",
-            "Argument --gpus: two is not a whole number; see --help.",
+            "Argument --gpus: two is not a whole number or several with commas; write 2; see --help.",
         ),
         ("--model gpt2-large --gpus 2 --seq 0", "sequence length is 0"),
         ("--model gpt2-large --gpus 1000000000", "1,000,000,000 GPUs are more than any cluster"),
@@ -192,7 +191,7 @@ def test_batch_in_a_model_file_is_used_unchanged(
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert f"a global batch of {stated:,} sequences" in " ".join(out.split())
-    assert f"GLOBAL_BATCH={stated}" in out.splitlines()[-1]
+    assert f"GLOBAL_BATCH={stated}" in out.partition("Run it\n")[2].splitlines()[0]
     assert main(["--model", "gpt2-large", *arguments[2:]]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert f"a global batch of {8 * stated:,} sequences" in printed

@@ -311,15 +311,10 @@ def test_ten_cases_are_answered_like_the_command_on_a_desk_and_on_a_phone(
             [layout["strategy"], f"{1000 * layout['iteration_seconds']:.0f}"]
             for layout in plan["ranked"]
         ]
-        for seconds in plan["uncertainty"]["interval_80"]:
-            assert _duration(seconds) in page["interval"]
+        assert page["interval"] == " ".join(plan["advice"][1:3])
         wanted = ["strategy", "ms per iteration", "GiB"]
         assert [name for name in page["visible"] if name in wanted] == wanted
         assert (len(page["visible"]) == len(wanted)) == (width == 400)
-
-
-def _duration(seconds: float) -> str:
-    return f"{1000 * seconds:,.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
 
 
 @pytest.mark.slow

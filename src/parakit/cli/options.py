@@ -379,7 +379,10 @@ def refuse_unused_variables(names: Iterable[str], target: str, command: Command)
         if name in used or (not is_known and _is_of_other_program(name)):
             continue
         # Users also write variables in lower case, as in iters=5.
-        similar = difflib.get_close_matches(name.upper(), sorted(used or known), n=1, cutoff=0.5)
+        option = _COMMON_ABBREVIATIONS.get(f"--{name.lower().replace('_', '-')}", "")
+        suggestion = option.removeprefix("--").replace("-", "_").upper()
+        similar = [suggestion] if suggestion in (used or known) else []
+        similar += difflib.get_close_matches(name.upper(), sorted(used or known), n=1, cutoff=0.5)
         hint = "'make help-all' lists the variables of each target."
         if similar:
             hint = f"did you mean {similar[0]}=?"

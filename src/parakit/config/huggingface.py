@@ -1,9 +1,9 @@
 """A Hugging Face `config.json` as Megatron's flags, and the reverse.
 
-The planner reads GPT-2, Llama, Mistral, GLM, Qwen2, Qwen3, Mixtral, GPT-OSS and DeepSeek V3 configs,
-whatever type a checkpoint is stored in. Weights are converted for the types in
-`CONVERTIBLE_MODEL_TYPES` only, and only if Megatron's flags express the config exactly
-(`read_exact_config_flags`).
+The planner reads GPT-2, Llama, Mistral, GLM, Qwen2, Qwen3, Mixtral, GPT-OSS, DeepSeek V3, Kimi K2,
+GLM 4.5, MiniMax M2, Gemma 3 and Nemotron-H configs, whatever type a checkpoint is stored in.
+Weights are converted for the types in `CONVERTIBLE_MODEL_TYPES` only, and only if Megatron's flags
+express the config exactly (`read_exact_config_flags`).
 """
 
 from __future__ import annotations
@@ -309,7 +309,7 @@ def _refuse_unsupported(config: _Config) -> None:
     """Raise a ConfigError if the planner does not support the model.
 
     Unsupported are dense layers between layers with experts, and a sliding window shorter than the sequence
-    (except in GPT-OSS).
+    (except in `_WINDOWED_KINDS`).
     """
     has_sparse_step = config.maybe("decoder_sparse_step") not in (None, 1)
     if has_sparse_step or config.has("mlp_only_layers"):
@@ -318,8 +318,7 @@ def _refuse_unsupported(config: _Config) -> None:
             "mlp_only_layers), which the planner does not support."
         )
     window = config.maybe("sliding_window")
-    if config.values["model_type"] == "gpt_oss":
-        # Flags of Megatron describe which layers of GPT-OSS have a window.
+    if config.values["model_type"] in _WINDOWED_KINDS:
         return
     uses_window = config.values.get("use_sliding_window", True)
     if window and uses_window and window < config.sequence:
@@ -464,31 +463,150 @@ def _gpt_oss(config: _Config) -> dict[str, object]:
 
 
 def _deepseek_v3(config: _Config) -> dict[str, object]:
-    """Return Megatron's flags for a DeepSeek V3 config.
+    """Return Megatron's flags for a DeepSeek V3 or Kimi K2 config.
 
     A number that the config lacks or states as 0 gives no flag, because Megatron's flag is then absent too.
     """
-    layers = config.whole("num_hidden_layers")
-    dense_layers = config.maybe("first_k_dense_replace", 0) or 0
-    layer_pattern = f"([0]*{dense_layers}+[1]*{layers - dense_layers})"
-    shared_experts = config.maybe("n_shared_experts", 0) or 0
-    shared_width = shared_experts * config.whole("moe_intermediate_size")
     return {
         **_qwen3(config),
-        **_experts(config, "n_routed_experts", "moe_intermediate_size"),
+        **_sigmoid_experts(config),
         "--multi-latent-attention": True,
         "--q-lora-rank": config.maybe("q_lora_rank"),
         "--kv-lora-rank": config.whole("kv_lora_rank"),
         "--qk-head-dim": config.whole("qk_nope_head_dim"),
         "--qk-pos-emb-head-dim": config.whole("qk_rope_head_dim"),
         "--v-head-dim": config.whole("v_head_dim"),
+    }
+
+
+def _sigmoid_experts(config: _Config) -> dict[str, object]:
+    """Return the flags of DeepSeek V3's mixture of experts, which GLM 4.5 has too.
+
+    The router scores experts by a sigmoid with a bias, the first layers are dense, and every token passes the shared
+    experts.
+    """
+    layers = config.whole("num_hidden_layers")
+    dense_layers = config.maybe("first_k_dense_replace", 0) or 0
+    shared_experts = config.maybe("n_shared_experts", 0) or 0
+    shared_width = shared_experts * config.whole("moe_intermediate_size")
+    return {
+        **_experts(config, "n_routed_experts", "moe_intermediate_size"),
         "--moe-shared-expert-intermediate-size": shared_width or None,
-        "--moe-layer-freq": layer_pattern if dense_layers else None,
+        "--moe-layer-freq": f"([0]*{dense_layers}+[1]*{layers - dense_layers})"
+        if dense_layers
+        else None,
         "--moe-router-score-function": "sigmoid",
         "--moe-router-enable-expert-bias": True,
         "--moe-router-num-groups": config.maybe("n_group", 0) or None,
         "--moe-router-group-topk": config.maybe("topk_group", 0) or None,
         "--mtp-num-layers": config.maybe("num_nextn_predict_layers", 0) or None,
+    }
+
+
+def _glm4_moe(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a GLM 4.5 config."""
+    return {
+        **_llama(config),
+        **_sigmoid_experts(config),
+        "--qk-layernorm": config.has("use_qk_norm"),
+        "--rotary-percent": config.glm_rotary_fraction,
+    }
+
+
+def _minimax_m2(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a MiniMax M2 config, without its modules of multi-token prediction."""
+    return {
+        **_llama(config),
+        **_experts(config, "num_local_experts", "intermediate_size"),
+        "--qk-layernorm": config.has("use_qk_norm"),
+        "--moe-router-score-function": "sigmoid",
+        "--moe-router-enable-expert-bias": config.has("use_routing_bias"),
+    }
+
+
+def _gemma3(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for the language model of a Gemma 3 config.
+
+    Configs of models that read images have the language model in `text_config`, and leave out what equals the
+    defaults of `transformers`. In every sixth layer a token attends to all tokens. Megatron has no flag for a gated
+    GELU: SwiGLU has the same matrices.
+    """
+    text = _Config(
+        config.path, {**_GEMMA_DEFAULTS, **(config.values.get("text_config") or config.values)}
+    )
+    pattern = text.maybe("sliding_window_pattern") or text.maybe("_sliding_window_pattern") or 6
+    rotary_base = int(text.number("rope_theta", 1_000_000))
+    return {
+        **_llama(text),
+        "--rotary-base": rotary_base,
+        "--qk-layernorm": True,
+        "--window-size": f"{text.whole('sliding_window') - 1},0",
+        "--window-attn-skip-freq": pattern,
+    }
+
+
+_GEMMA_DEFAULTS: Mapping[str, Any] = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+"""Fields of `Gemma3TextConfig` of transformers 4.57 that published configs leave out."""
+
+
+def _nemotron_h(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a Nemotron-H or Nemotron 3 config.
+
+    These hybrids have blocks of Mamba-2, attention, MLPs and experts.
+    """
+    blocks = str(config.values["hybrid_override_pattern"])
+    experts: dict[str, object] = {}
+    if "E" in blocks:
+        experts = {
+            **_experts(config, "n_routed_experts", "moe_intermediate_size"),
+            "--moe-shared-expert-intermediate-size": config.maybe(
+                "moe_shared_expert_intermediate_size", 0
+            )
+            or None,
+            "--moe-latent-size": config.maybe("moe_latent_size", 0) or None,
+            "--moe-router-score-function": "sigmoid",
+        }
+    head_width = config.maybe("head_dim") or config.whole("attention_head_dim")
+    return {
+        **_llama(config),
+        **experts,
+        "--num-layers": len(blocks),
+        "--kv-channels": head_width,
+        "--position-embedding-type": "none",
+        "--rotary-base": None,
+        "--swiglu": False,
+        "--squared-relu": True,
+        "--hybrid-layer-pattern": blocks,
+        "--mamba-num-heads": config.whole("mamba_num_heads"),
+        "--mamba-head-dim": config.whole("mamba_head_dim"),
+        "--mamba-num-groups": config.whole("n_groups"),
+        "--mamba-state-dim": config.whole("ssm_state_size"),
+    }
+
+
+def _qwen3_next(config: _Config) -> dict[str, object]:
+    """Return Megatron's flags for a Qwen3-Next config, whose parameters are counted and whose time is not."""
+    return {
+        **_qwen3(config),
+        **_experts(config, "num_experts", "moe_intermediate_size"),
+        "--attention-output-gate": True,
+        "--moe-shared-expert-intermediate-size": config.whole("shared_expert_intermediate_size"),
+        "--moe-shared-expert-gate": True,
+        "--experimental-attention-variant": "gated_delta_net",
+        "--linear-attention-freq": config.maybe("full_attention_interval") or 4,
+        "--linear-key-head-dim": config.whole("linear_key_head_dim"),
+        "--linear-value-head-dim": config.whole("linear_value_head_dim"),
+        "--linear-num-key-heads": config.whole("linear_num_key_heads"),
+        "--linear-num-value-heads": config.whole("linear_num_value_heads"),
+        "--linear-conv-kernel-dim": config.whole("linear_conv_kernel_dim"),
     }
 
 
@@ -510,7 +628,37 @@ _KINDS: Mapping[str, Callable[[_Config], dict[str, object]]] = {
     ),
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek_v3,
+    "kimi_k2": _deepseek_v3,
+    "glm4_moe": _glm4_moe,
+    "minimax_m2": _minimax_m2,
+    "gemma3": _gemma3,
+    "gemma3_text": _gemma3,
+    "nemotron_h": _nemotron_h,
+    "qwen3_next": _qwen3_next,
 }
+
+_WINDOWED_KINDS = ("gpt_oss", "gemma3", "gemma3_text")
+"""Model types in which flags of Megatron describe the layers that have a window."""
+
+
+def list_unplanned_parts(path: Path) -> tuple[str, ...]:
+    """Return the parts of a `config.json`'s model that the flags of `read_config_flags` leave out.
+
+    Each part is a phrase, such as "the vision tower". The result is empty if the flags describe the full model.
+
+    Raises:
+        ConfigError: The file cannot be read.
+    """
+    config = read_config(path)
+    kind = config["model_type"]
+    parts = []
+    if config.get("vision_config"):
+        parts.append("the vision tower")
+    if kind.startswith("gemma3"):
+        parts.append("the norms after attention and after the MLP")
+    if kind == "minimax_m2" and config.get("use_mtp"):
+        parts.append("multi-token prediction")
+    return tuple(parts)
 
 
 Inexact = Iterator[tuple[str, Any, str]]

@@ -54,7 +54,24 @@ def parse_setting(setting: Setting, text: str, reader: Callable[[str], Any] | No
         # The parser has already named the variable and the fix.
         raise
     except ValueError:
-        raise SettingError(f"{setting.name}={text} is not {setting.kind}.") from None
+        hint = suggest_digits(text, setting.kind)
+        raise SettingError(f"{setting.name}={text} is not {setting.kind}{hint}.") from None
+
+
+def suggest_digits(text: str, kind: str) -> str:
+    """Return a clause with the digits of a number that is written as a word, such as `; write 8`.
+
+    The clause is empty if the kind is no number, or if the text is no number up to sixteen.
+    """
+    is_number = _NUMBER.fullmatch(kind) is not None or kind == settings.COUNTS
+    digits = _NUMBER_WORDS.index(text.lower()) + 1 if text.lower() in _NUMBER_WORDS else 0
+    return f"; write {digits}" if is_number and digits else ""
+
+
+_NUMBER_WORDS = (
+    *("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"),
+    *("eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen"),
+)
 
 
 def parse_settings(known: Iterable[Setting], texts: Mapping[str, str]) -> dict[str, Any]:
@@ -163,6 +180,11 @@ def _parse_switch(text: str) -> bool:
     if text not in ("0", "1"):
         raise ValueError(text)
     return text == "1"
+
+
+def _parse_counts(text: str) -> tuple[int, ...]:
+    """Return the whole numbers in a text such as `128,512`; raises ValueError for other texts."""
+    return tuple(int(part) for part in text.split(","))
 
 
 def _split_arguments(text: str) -> tuple[str, ...]:
@@ -291,6 +313,7 @@ _PARSERS: dict[str, Callable[[str], Any]] = {
     settings.SWITCH: _parse_switch,
     settings.WORDS: _split_arguments,
     "words": _split_arguments,
+    settings.COUNTS: _parse_counts,
     settings.PATH: Path,
     settings.FOLDER: Path,
     settings.CHECKOUT: _find_checkout,

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 NUMBER, SWITCH, TEXT = "a whole number above 0", "0 or 1", "a text"
 WORDS, PATH, FOLDER = "flags with closed quotes", "a file", "a folder"
 CHECKOUT = "a folder with pretrain_gpt.py"
+COUNTS = "a whole number or several with commas"
 PLAIN_NAME = "a plain name of letters, digits, '.', '_' and '-'"
 """Kind of a name for a file or a folder. Such a name has no slash, so it cannot point elsewhere."""
 
@@ -266,6 +267,29 @@ RECIPE = Setting(
 )
 VERIFY = Setting("VERIFY", "a whole number from 0 to 10", "dry-run this many of the best", 0)
 ALPA = Setting("ALPA", SWITCH, "1 also solves Alpa's dynamic program", False)
+ALL = Setting("ALL", SWITCH, "1 also prints the tables and further answers", False)
+FOR = Setting(
+    "FOR",
+    "megatron, bridge or torchtitan",
+    "prints the planned run as all of Megatron's flags, Megatron-Bridge's overrides or torchtitan's TOML",
+)
+MTBF = Setting(
+    "MTBF", "a number above 0", "hours between failures of one GPU, for GPUS= with several numbers"
+)
+CHECKPOINT_SECONDS = Setting(
+    "CHECKPOINT_SECONDS",
+    "a number above 0",
+    "seconds for which a checkpoint stops training, for MTBF= ({default})",
+    60.0,
+    make_equivalent='ARGS="--checkpoint-seconds 30"',
+)
+RESTART_SECONDS = Setting(
+    "RESTART_SECONDS",
+    "a number above 0",
+    "seconds from a failure to the next step, for MTBF= ({default})",
+    600.0,
+    make_equivalent='ARGS="--restart-seconds 300"',
+)
 LARGEST = Setting("LARGEST", SWITCH, "1 sizes the largest model that fits, by strategy", False)
 DP = Setting(
     "DP", NUMBER, "data-parallel replicas", 1, "--data", make_equivalent="STRATEGY=tp8pp16dp8-zero1"

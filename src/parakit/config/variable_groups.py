@@ -58,4 +58,15 @@ PLAN = (
     *(v.MICRO_BATCH, v.TOKENS, v.VERIFY, v.ALPA, v.LARGEST, v.RECIPE, v.RECOMPUTE),
     *(v.SVG, PLAN_STRATEGY, v.WHAT_IF),
 )
-"""Variables of `plan`."""
+"""Variables of `plan` that decide what is planned."""
+PLAN_GPUS = replace_meaning(
+    v.GPUS,
+    "number of devices, or several: 128,512,1024 shows how the plan scales",
+    kind=v.COUNTS,
+)
+PLAN_COMMAND = (
+    *(PLAN_GPUS if setting is v.GPUS else setting for setting in PLAN),
+    *(v.ALL, v.FOR, v.MTBF, v.CHECKPOINT_SECONDS, v.RESTART_SECONDS),
+    replace_meaning(v.LAUNCHER, "slurm prints the planned run as a script for sbatch"),
+)
+"""Variables of the command `plan`: those of a plan, several numbers of devices, and what is printed."""

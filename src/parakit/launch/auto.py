@@ -43,9 +43,11 @@ from parakit.planner import (
     Execution,
     Plan,
     Request,
+    advice_sentences,
     estimate_uncertainty,
     load_device_calibration,
     load_own_runs,
+    no_fit_sentence,
     parse_execution,
     parse_expert_tensor,
     search_configurations,
@@ -126,18 +128,17 @@ def _build_template(model: Model, samples: int, options: Options) -> RunSpec:
 
 def print_explanation(plan: Plan, console: Console) -> None:
     """Print the planner's advice, the five fastest strategies, and the source of its constants."""
-    from parakit.planner import advice_sentences
-
-    for sentence in advice_sentences(plan):
-        console.print(sentence, highlight=False)
+    if plan.winner is None:
+        console.print(no_fit_sentence(plan), highlight=False)
+    else:
+        request = plan.request
+        uncertainty = estimate_uncertainty(plan.winner.spec, request.cluster, request.own_runs)
+        for sentence in advice_sentences(plan, uncertainty):
+            console.print(sentence, highlight=False)
     ranking = ", ".join(
         f"{candidate.strategy} {ms(candidate.seconds.total)} ms" for candidate in plan.ranked[:5]
     )
     console.print(f"Predicted: {ranking}.", highlight=False)
-    if plan.winner is not None:
-        request = plan.request
-        accuracy = estimate_uncertainty(plan.winner.spec, request.cluster, request.own_runs)
-        console.print(str(accuracy), highlight=False)
     source = plan.request.cluster.calibration.source
     console.print(f"Constants: {source}.", highlight=False)
 

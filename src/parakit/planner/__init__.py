@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from parakit.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from parakit.planner.advice import advice_sentences
+    from parakit.planner.advice import no_fit_sentence
     from parakit.planner.calibration import calibration_path, load_device_calibration
     from parakit.planner.measured_step import resolve_measured_step
     from parakit.planner.one_strategy import TimedStrategy, time_strategy
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from parakit.planner.recorded import RecordedRun, predict_recorded_run
     from parakit.planner.request import parse_expert_tensor
     from parakit.planner.result import PlanResult, plan_strategies
+    from parakit.planner.screen import advice_sentences
     from parakit.planner.search import Candidate, Plan, Request, search_configurations
     from parakit.planner.ties import TIE_RATIO, are_tied
     from parakit.planner.time.cluster import Calibration, Cluster
@@ -71,6 +72,7 @@ __all__ = [
     "load_constants",
     "load_device_calibration",
     "load_own_runs",
+    "no_fit_sentence",
     "parse_execution",
     "parse_expert_tensor",
     "plan_options",

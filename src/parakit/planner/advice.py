@@ -1,6 +1,6 @@
 """Sentences about a plan: which strategy to use, why it is the fastest, and what limits it.
 
-`advice_sentences` gives all of them, the answer first. `make plan` prints the same sentences among its tables.
+`screen.py` puts these sentences together as the first screen of `make plan`.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from enum import StrEnum
 
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
-from parakit.config.strategy import Parallelism, Sharding
+from parakit.config.run import RunSpec
+from parakit.config.strategy import Parallelism, Sharding, strategy_name
 from parakit.costs import PRECISIONS, find_peak_rank, total_parameters
-from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, plural
+from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, percent, plural
 from parakit.planner.candidates import (
     build_unsharded_spec,
     enumerate_splits,
@@ -44,11 +45,12 @@ _WAITING_COMPONENTS = {
     "tensor_parallel": Group.TENSOR,
     "context_parallel": Group.CONTEXT,
     "expert_parallel": Group.EXPERT,
+    "host_launches": None,
     "pipeline_messages": Group.PIPELINE,
     "bubble": None,
     "gradient_sync": Group.DATA_CONTEXT,
 }
-"""Components in which devices wait, and the process group whose link they wait for; None for no link."""
+"""Components in which devices wait, and the process group for whose link they wait; None if they wait for no link."""
 _LEAST_WAIT = 0.1
 """Fraction of an iteration above which a wait is the bottleneck."""
 _FULL_DEVICE = 0.9
@@ -95,37 +97,40 @@ def strategy_family(parallelism: Parallelism) -> StrategyFamily:
     return families[0] if families else StrategyFamily.SINGLE
 
 
-_SHARDED_STATES = {
-    Sharding.ZERO1: "a sharded optimizer (ZeRO-1)",
-    Sharding.ZERO2: "sharded gradients and optimizer (ZeRO-2)",
-    Sharding.ZERO3: "sharded weights, gradients and optimizer (ZeRO-3)",
-    Sharding.FSDP2: "weights, gradients and optimizer sharded by PyTorch's FSDP2",
+_SHARDINGS = {
+    Sharding.ZERO1: "ZeRO-1",
+    Sharding.ZERO2: "ZeRO-2",
+    Sharding.ZERO3: "ZeRO-3",
+    Sharding.FSDP2: "PyTorch's FSDP2",
 }
 
 
 def describe_strategy(parallelism: Parallelism) -> str:
-    """Return a strategy in words, such as `tensor parallelism over 2 ranks and 4 pipeline stages`.
+    """Return a strategy written out, such as `TP 4 with SP × PP 8 × DP 32, ZeRO-1`.
 
-    The result is "a single device" without any parallelism.
+    The result is "one device" without any parallelism.
     """
-    parts = []
+    factors = []
     if parallelism.tensor > 1:
-        sequence = " and sequence" if parallelism.sequence_parallel else ""
-        parts.append(f"tensor{sequence} parallelism over {parallelism.tensor} ranks")
+        sequence = " with SP" if parallelism.sequence_parallel else ""
+        factors.append(f"TP {parallelism.tensor}{sequence}")
     if parallelism.context > 1:
-        parts.append(f"context parallelism over {parallelism.context} ranks")
+        factors.append(f"CP {parallelism.context}")
     if parallelism.pipeline > 1:
-        stages = f"{parallelism.pipeline} pipeline stages"
+        stages = f"PP {parallelism.pipeline}"
         if parallelism.virtual_stages > 1:
-            stages += f" of {parallelism.virtual_stages} virtual stages each"
-        parts.append(stages)
-    if parallelism.expert > 1:
-        parts.append(f"experts over {parallelism.expert} ranks")
+            stages += f" with {parallelism.virtual_stages} virtual stages each"
+        factors.append(stages)
     if parallelism.data > 1:
-        parts.append(f"data parallelism over {parallelism.data} ranks")
-    if parallelism.sharding in _SHARDED_STATES:
-        parts.append(_SHARDED_STATES[parallelism.sharding])
-    return joined(parts) or StrategyFamily.SINGLE.value
+        factors.append(f"DP {parallelism.data}")
+    parts = [" × ".join(factors) or "one device"]
+    if parallelism.expert > 1:
+        parts.append(f"EP {parallelism.expert}")
+    if parallelism.expert_tensor:
+        parts.append(f"ETP {parallelism.expert_tensor}")
+    if parallelism.sharding in _SHARDINGS:
+        parts.append(_SHARDINGS[parallelism.sharding])
+    return ", ".join(parts)
 
 
 def find_best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
@@ -142,36 +147,18 @@ def find_best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate
     return best
 
 
-def advice_sentences(plan: Plan) -> list[str]:
-    """Return a plan as sentences, the answer first.
-
-    The first sentences name the best strategy, its cost and the job. Further sentences compare it with the next
-    strategy, name the bottleneck, and give the times on one device and of each kind of parallelism alone. A
-    plan without a winner has one sentence, which says why nothing fits.
-    """
-    winner = plan.winner
-    if winner is None:
-        return [no_fit_sentence(plan)]
-    sentences = headline_sentences(plan)
-    if plan.tied:
-        sentences.append(tie_sentence(plan))
-    elif len(plan.ranked) > 1:
-        sentences.append(runner_up_sentence(plan.ranked[0], plan.ranked[1]))
-    sentences.append(bottleneck_sentence(plan))
-    if plan.request.cluster.devices > 1:
-        sentences.append(one_device_sentence(plan.request, winner))
-        sentences.append(families_sentence(plan, winner))
-    return sentences
-
-
-def headline_sentences(plan: Plan) -> list[str]:
-    """Return the main message of a plan that has a winner: the strategy, its time and memory, and the job."""
-    assert plan.winner is not None
-    return [
-        f"Use {plan.winner.strategy}: {describe_strategy(plan.winner.spec.parallelism)}.",
-        _cost_sentence(plan, plan.winner),
-        _request_sentence(plan.request),
+def use_sentence(spec: RunSpec) -> str:
+    """Return the sentence with everything that a plan chooses: strategy, micro batch, recomputation and the code."""
+    size = spec.batch.micro_batch_size
+    parts = [
+        describe_strategy(spec.parallelism),
+        f"micro batch {size}",
+        f"{plural(spec.microbatches, 'micro batch')} per replica",
+        "no recomputation" if spec.recompute == Recompute.NONE else f"recompute {spec.recompute}",
     ]
+    if spec.parallelism.context > 1:
+        parts.append(f"CP by {spec.cp_comm_type}")
+    return f"{parts[0]}; {', '.join(parts[1:])} ({strategy_name(spec.parallelism)})."
 
 
 def no_fit_sentence(plan: Plan) -> str:
@@ -211,22 +198,24 @@ def _close_phrase(candidate: Candidate, cluster: Cluster) -> str:
     return f"close: try it ({reason})"
 
 
-def _cost_sentence(plan: Plan, winner: Candidate) -> str:
-    """Return a sentence with the iteration time and the memory of a winner.
+def cost_sentences(plan: Plan) -> tuple[str, str]:
+    """Return two sentences on a winner: its iteration time with rates, and its memory.
 
-    If the memory is close to the limit, the sentence adds what to do.
+    If the memory is close to the limit, the second sentence adds what to do.
     """
-    cluster = plan.request.cluster
+    winner, cluster = plan.winner, plan.request.cluster
+    assert winner is not None
+    time = (
+        f"{duration(winner.seconds.total)} per iteration: {winner.tokens_per_second:,.0f} tokens/s, "
+        f"{percent(winner.mfu)} MFU."
+    )
     close = ""
     if winner.verdict is Fit.CLOSE:
-        close = f"; this is {_close_phrase(winner, cluster)}"
-    return (
-        f"An iteration takes {duration(winner.seconds.total)}, and the rank with the peak memory holds "
-        f"{_memory_phrase(winner, cluster)}{close}."
-    )
+        close = f". This is {_close_phrase(winner, cluster)}"
+    return time, f"The rank with the peak memory holds {_memory_phrase(winner, cluster)}{close}."
 
 
-def _request_sentence(request: Request) -> str:
+def request_sentence(request: Request) -> str:
     """Return a sentence with the model, the devices and the global batch of a request.
 
     For several nodes the sentence names the network. If nobody stated the global batch, it says where it comes from.
@@ -289,19 +278,19 @@ def describe_saving(winner: Candidate, second: Candidate) -> str:
         for name in TIME_COMPONENTS
     }
     largest, smallest = max(gaps, key=gaps.__getitem__), min(gaps, key=gaps.__getitem__)
-    text = f"saves {ms(gaps[largest])} ms of {_component_name(largest)}"
+    text = f"saves {ms(gaps[largest])} ms of {component_name(largest)}"
     if gaps[smallest] < -0.001:
-        text += f" and needs {ms(-gaps[smallest])} ms more for {_component_name(smallest)}"
+        text += f" and needs {ms(-gaps[smallest])} ms more for {component_name(smallest)}"
     return text
 
 
-def _component_name(component: str) -> str:
+def component_name(component: str) -> str:
     """Return the name of an iteration's component for a sentence."""
     return _COMPONENT_NAMES.get(component, component.replace("_", " "))
 
 
 def name_bottleneck(plan: Plan) -> str:
-    """Return the name of what limits the winner: a link, the pipeline bubble, "memory" or "arithmetic".
+    """Return the name of what limits the winner: a link, "pipeline bubble", "host", "memory" or "arithmetic".
 
     A plan without a winner gives "memory".
     """
@@ -310,7 +299,9 @@ def name_bottleneck(plan: Plan) -> str:
         return "memory"
     largest = _largest_wait(winner)
     if largest:
-        name = _component_name(largest).removeprefix("the ")
+        if largest == "host_launches":
+            return "host"
+        name = component_name(largest).removeprefix("the ")
         group = _WAITING_COMPONENTS[largest]
         if group is None:
             return name
@@ -340,10 +331,12 @@ def bottleneck_sentence(plan: Plan) -> str:
     if wait and wait not in shown:
         shown.append(wait)
     fractions = [
-        f"{100 * getattr(seconds, name) / seconds.total:.0f}% {_component_name(name).removeprefix('the ')}"
+        f"{100 * getattr(seconds, name) / seconds.total:.0f}% {component_name(name).removeprefix('the ')}"
         for name in shown
     ]
-    return f"The bottleneck is {name_bottleneck(plan)}: an iteration's time is {joined(fractions)}."
+    bottleneck = name_bottleneck(plan)
+    article = "the " if bottleneck in ("pipeline bubble", "host") else ""
+    return f"The bottleneck is {article}{bottleneck}: an iteration's time is {joined(fractions)}."
 
 
 def _enumerate_single_kind_candidates(request: Request) -> Iterator[Candidate]:

@@ -1,7 +1,6 @@
-"""Answers to questions of somebody who chooses a strategy: the second part of the screen of `make plan`.
+"""Answers to further questions of somebody who chooses a strategy, which `make plan ALL=1` prints.
 
-The answers come from searches over the same model, some of them with other devices, links or batches. Every figure is
-a prediction; the last answer has the measurements with which the prediction was compared.
+Every figure is a prediction. `describe_changes` also searches with another link, batch and number of devices.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from parakit.planner.advice import (
     runner_up_sentence,
     strategy_family,
 )
-from parakit.planner.readings.neighbours import estimate_uncertainty
 from parakit.planner.search import Candidate, Plan, Request, resize_request, search_configurations
 from parakit.planner.verdict import MOST_RECOMMENDED_FRACTION
 
@@ -66,7 +64,6 @@ def answer_questions(plan: Plan) -> dict[str, str]:
     second = "No other strategy fits."
     if alternatives:
         second = runner_up_sentence(winner, alternatives[0])
-    uncertainty = estimate_uncertainty(winner.spec, request.cluster, request.own_runs)
     return {
         "Second": second,
         "Avoid": _name_family_to_avoid(winner, best_by_family),
@@ -75,9 +72,7 @@ def answer_questions(plan: Plan) -> dict[str, str]:
         "Megatron for this?": _answer_megatron(winner, best_by_family, plan),
         "ZeRO or TP?": _answer_zero_or_tensor(best_by_family),
         "Micro batches": _describe_micro_batches(winner),
-        "What would change it": _describe_changes(plan, winner),
         "For inference": _answer_inference(request),
-        "How sure": str(uncertainty),
     }
 
 
@@ -204,8 +199,8 @@ def _describe_micro_batches(winner: Candidate) -> str:
     )
 
 
-def _describe_changes(plan: Plan, winner: Candidate) -> str:
-    """Return sentences with the best strategy under other circumstances, such as half the memory.
+def describe_changes(plan: Plan, winner: Candidate) -> str:
+    """Return sentences with the best strategy under other circumstances, such as twice the devices.
 
     The last sentence lists the circumstances that do not change the choice.
     """
@@ -226,7 +221,7 @@ def _describe_changes(plan: Plan, winner: Candidate) -> str:
 
 
 def _enumerate_variations(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yield pairs of a circumstance in words, such as "half the memory", and the request changed accordingly."""
+    """Yield pairs of a circumstance in words, such as "twice the devices", and the request changed accordingly."""
     cluster = request.cluster
     outer = "inter" if cluster.nodes > 1 else "intra"
     link = getattr(cluster, outer)
@@ -234,8 +229,6 @@ def _enumerate_variations(request: Request) -> Iterator[tuple[str, Request]]:
     if cluster.devices > 1:
         slower = replace(request, cluster=replace(cluster, **slow_link))
         yield f"a quarter of {link.key}'s rate", slower
-    smaller = replace(cluster.device, memory_bytes=cluster.device.memory_bytes // 2)
-    yield "half the memory", replace(request, cluster=replace(cluster, device=smaller))
     fewer_sequences = request.global_batch // 4
     if request.batch_origin and fewer_sequences:
         # Nobody stated the batch, and pipeline stages need many micro batches.

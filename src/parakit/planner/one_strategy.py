@@ -50,6 +50,7 @@ from parakit.planner.show import (
     print_missing_file,
 )
 from parakit.planner.time.iteration import TIME_COMPONENTS
+from parakit.planner.training_command import SLURM, format_training_command, state_chosen_flags
 from parakit.planner.verdict import Fit, explain_close_fit
 
 if TYPE_CHECKING:
@@ -246,9 +247,13 @@ def encode_timed_strategy(
     }
 
 
-def print_timed_strategies(strategies: Sequence[TimedStrategy], console: Console) -> None:
+def print_timed_strategies(
+    strategies: Sequence[TimedStrategy], console: Console, trainer: str = "", launcher: str = ""
+) -> None:
     """Print sentences about each strategy, a table that breaks down their times, and the command that trains the
     first strategy.
+
+    If a trainer or the launcher `slurm` is named, the command is that of `format_training_command`.
     """
     for strategy in strategies:
         if strategy.uncertainty.warning:
@@ -262,6 +267,11 @@ def print_timed_strategies(strategies: Sequence[TimedStrategy], console: Console
         console.print(f"The second trains {ratio:.2f} times as fast.", highlight=False)
     print_ignored(first.ignored_flags, console)
     console.print(rich_table(_build_breakdown(strategies), console.width))
+    spec = first.candidate.spec
+    if trainer or launcher == SLURM:
+        request = state_chosen_flags(first.request, first.candidate)
+        say(console, format_training_command(request, spec, trainer, launcher))
+        return
     print_missing_file(first.request.model, console)
     say(console, plan_command(first.request, first.candidate))
 

@@ -58,7 +58,12 @@ class PlanOptions:
 
 
 def plan_options(arguments: Namespace) -> PlanOptions:
-    """Return the options of `plan` among a command's parsed arguments; missing ones take their defaults."""
-    values = vars(arguments)
+    """Return the options of `plan` among a command's parsed arguments; missing ones take their defaults.
+
+    Of several numbers of devices, the first one is taken.
+    """
+    values = dict(vars(arguments))
+    if isinstance(values.get("gpus"), tuple):
+        values["gpus"] = values["gpus"][0]
     names = [field.name for field in fields(PlanOptions) if field.name in values]
     return PlanOptions(**{name: values[name] for name in names})

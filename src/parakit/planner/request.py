@@ -20,7 +20,7 @@ from parakit.config.model import (
 )
 from parakit.config.run import DeviceKind, RunSpec, adapt_to_cpu_ranks, spec_from_flags
 from parakit.config.strategy import Batch, Parallelism, scale_batch
-from parakit.costs import PRECISIONS
+from parakit.costs import PRECISIONS, total_parameters
 from parakit.formatting.units import plural
 from parakit.planner.calibration import calibrate_from_text, load_calibration
 from parakit.planner.options import PlanOptions, RequestError
@@ -50,7 +50,7 @@ def build_request(options: PlanOptions) -> Request:
         find_planned_model(options.model), extra, flags_planned_as("counted")
     )
     refuse_misspelled_flags((*model.flags, *extra))
-    _refuse_linear_attention(model.shape.blocks)
+    _refuse_linear_attention(model.shape)
     device = device_by_key(options.gpu)
     devices, per_node = resolve_device_counts(options, device.domain)
     is_cpu = device.key == "cpu"
@@ -94,16 +94,22 @@ def build_request(options: PlanOptions) -> Request:
     )
 
 
-def _refuse_linear_attention(blocks: str) -> None:
-    """Raise an error if a hybrid model has blocks of linear attention.
+def _refuse_linear_attention(shape: ModelShape) -> None:
+    """Raise an error if a model has layers or blocks of linear attention.
 
     Raises:
-        RequestError: The blocks have such a block.
+        RequestError: The model has such a layer. The message says how many, and what of the model is counted.
     """
-    if LINEAR in blocks:
+    if LINEAR in shape.blocks:
         raise RequestError(
-            f"--hybrid-layer-pattern {blocks} has linear attention ({LINEAR}), which is not planned; "
+            f"--hybrid-layer-pattern {shape.blocks} has linear attention ({LINEAR}), which is not planned; "
             f"use blocks of {' '.join(BLOCKS)}."
+        )
+    if shape.linear_layers:
+        raise RequestError(
+            f"{len(shape.linear_layers)} of {shape.layers} layers have linear attention, for whose time and memory "
+            "the planner has no formulas, so the model is not planned: of these layers only the parameters are known "
+            f"({total_parameters(shape) / 1e9:.1f} billion in all layers). Plan a model with full attention."
         )
 
 

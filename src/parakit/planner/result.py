@@ -11,6 +11,7 @@ from parakit.config.flags import Flags
 from parakit.config.stages import LAYOUT_FLAG
 from parakit.formatting.presented import PresentedTable, flatten
 from parakit.planner.advice import no_fit_sentence
+from parakit.planner.advise import print_answers
 from parakit.planner.alpa import compare_with_alpa
 from parakit.planner.dryrun.command import encode_verified, print_verified
 from parakit.planner.dryrun.comparison import VerifiedStrategy, dry_run_plan
@@ -18,6 +19,7 @@ from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.readings.neighbours import Uncertainty, estimate_uncertainty
 from parakit.planner.recipes import DEFAULTS, ChosenSwitch, recipe_sentence, search_recipes
 from parakit.planner.request import build_request
+from parakit.planner.screen import advice_sentences, print_screen
 from parakit.planner.search import (
     Candidate,
     Plan,
@@ -26,7 +28,8 @@ from parakit.planner.search import (
     estimate_training_days,
     find_devices_needed,
 )
-from parakit.planner.show import encode_candidate, encode_plan, print_command, print_plan
+from parakit.planner.show import encode_candidate, encode_plan, print_tables, training_sentence
+from parakit.planner.training_command import SLURM, format_training_command, state_chosen_flags
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,30 +81,47 @@ class PlanResult(PresentedTable):
         return estimate_uncertainty(self.winner.spec, request.cluster, request.own_runs)
 
     def show(self, console: Console) -> None:
-        """Print sentences, the rankings, the winner's components and the command that trains the winner."""
-        self.show_costs(console)
-        self.show_command(console)
+        """Print the first screen, then Alpa's answer and the dry runs, if asked for."""
+        self.show_screen(console)
 
-    def show_costs(self, console: Console) -> None:
-        """Print sentences, the rankings and the winner's components."""
-        if self.uncertainty.warning:
-            console.print(self.uncertainty.warning, style="bold yellow", highlight=False)
+    def show_screen(self, console: Console, command: str = "") -> None:
+        """Print the first screen, then Alpa's answer and the dry runs, if asked for.
+
+        Args:
+            console: Where to print.
+            command: Text that starts the run in a trainer; empty for the commands of the kit and of torchrun.
+        """
+        further = {}
         if self.recipe:
-            console.print(recipe_sentence(self.recipe, self.switches), highlight=False)
-        summary = self.uncertainty.summary
-        print_plan(self.plan, console, self.training_days, self.scaling, summary)
-
-    def show_command(self, console: Console) -> None:
-        """Print the command that trains the winner, then Alpa's answer and the dry runs, if asked for."""
-        print_command(self.plan, console)
+            further["Switches"] = recipe_sentence(self.recipe, self.switches)
+        if self.training_days is not None:
+            devices = self.plan.request.cluster.devices
+            further["Training"] = training_sentence(devices, self.training_days, self.scaling)
+        print_screen(self.plan, self.uncertainty, console, further, command)
         if self.alpa:
             console.print(self.alpa, highlight=False)
         if self.verified:
             print_verified(list(self.verified), console)
 
+    def show_tables(self, console: Console) -> None:
+        """Print the rankings, the winner's components and further answers, which `ALL=1` adds to the first screen."""
+        print_tables(self.plan, console)
+        print_answers(self.plan, console)
+
+    def format_command(self, trainer: str, launcher: str) -> str:
+        """Return the text that starts the winner in a trainer, as `format_training_command` writes it.
+
+        The text is empty if neither a trainer nor a launcher is named.
+        """
+        if not trainer and launcher != SLURM:
+            return ""
+        request = state_chosen_flags(self.plan.request, self.winner)
+        return format_training_command(request, self.winner.spec, trainer, launcher)
+
     def to_dict(self) -> dict[str, Any]:
         """Return the result as a dictionary for `parakit plan --json`, in bytes, seconds and tokens per second."""
-        data = encode_plan(self.plan, self.training_days, self.scaling)
+        advice = advice_sentences(self.plan, self.uncertainty)
+        data = encode_plan(self.plan, advice, self.training_days, self.scaling)
         if self.recipe:
             data["recipe"] = [asdict(switch) for switch in self.switches]
         data["uncertainty"] = self.uncertainty.to_dict()

@@ -1,4 +1,4 @@
-"""A plan as text and as data: advice, rankings, the winner's components, and the command that trains the winner."""
+"""A plan as tables and as data: rankings, the winner's components, and the kit's command that trains the winner."""
 
 from __future__ import annotations
 
@@ -27,13 +27,7 @@ from parakit.costs import (
 )
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import gb, gib, joined, ms, percent, plural
-from parakit.planner.advice import (
-    advice_sentences,
-    bottleneck_sentence,
-    headline_sentences,
-    name_bottleneck,
-    tie_sentence,
-)
+from parakit.planner.advice import name_bottleneck
 from parakit.planner.readings.models import has_no_file
 from parakit.planner.request import EXPERT_TENSOR, explain_ignored_flag, list_ignored_flags
 from parakit.planner.search import (
@@ -64,11 +58,14 @@ _CODE_MEANINGS = {
 """Meanings of the codes in names of strategies."""
 
 
-def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[str, Any]:
+def encode_plan(
+    plan: Plan, advice: Sequence[str], days: float | None, scaled: Scaling | None
+) -> dict[str, Any]:
     """Return a plan that has a winner as a dictionary for JSON, in bytes, seconds and tokens per second.
 
     Args:
         plan: The plan.
+        advice: The answers of the first screen.
         days: Days of training, or None if the number of tokens is not known.
         scaled: Comparison with the fewest devices, or None if it was not computed.
     """
@@ -91,7 +88,7 @@ def encode_plan(plan: Plan, days: float | None, scaled: Scaling | None) -> dict[
         "calibration": cluster.calibration.source,
         **encode_ignored_flags(list_ignored_flags(request, is_one_strategy=False)),
         "legal_configurations": plan.legal,
-        "advice": advice_sentences(plan),
+        "advice": advice,
         "binding": name_bottleneck(plan),
         "winner": encode_candidate(request, plan.ranked[0]),
         "ranked": [encode_candidate(request, candidate) for candidate in plan.ranked],
@@ -142,33 +139,10 @@ def _sent_bytes_by_group(spec: RunSpec) -> dict[str, int]:
     return {str(group): sent for group, sent in sent_bytes.items()}
 
 
-def print_plan(
-    plan: Plan,
-    console: Console,
-    days: float | None,
-    scaled: Scaling | None,
-    uncertainty: str,
-) -> None:
-    """Print the main message, the rankings and the components of a plan that has a winner.
-
-    The command that trains the winner is not printed.
-
-    Args:
-        plan: The plan.
-        console: Where to print.
-        days: Days of training, or None if the number of tokens is not known.
-        scaled: Comparison with the fewest devices, or None if it was not computed.
-        uncertainty: Sentence on the expected error of the winner's predicted time.
-    """
-    headline = headline_sentences(plan)
-    if days is not None:
-        headline.append(_training_sentence(plan.request.cluster.devices, days, scaled))
-    for sentence in (*headline, uncertainty):
-        console.print(sentence, highlight=False)
+def print_tables(plan: Plan, console: Console) -> None:
+    """Print the rankings and the components of a plan that has a winner, which `ALL=1` adds to the first screen."""
     title = f"The fastest of {plan.legal:,} legal configurations"
     _print_ranking(_build_ranking(plan.ranked, title), console)
-    if plan.tied:
-        console.print(tie_sentence(plan), highlight=False)
     if plan.lightest:
         _print_ranking(_build_ranking([plan.lightest], "The least memory"), console)
     single_axis = evaluate_single_axis_strategies(plan.request)
@@ -182,9 +156,7 @@ def print_plan(
             console.print(few_micro_batches, highlight=False)
     shown = [*plan.ranked, *([plan.lightest] if plan.lightest else []), *single_axis]
     console.print(_legend([candidate.strategy for candidate in shown]), highlight=False)
-    console.print(bottleneck_sentence(plan), highlight=False)
     console.print(rich_table(_build_component_table(plan.ranked[0])))
-    print_ignored(list_ignored_flags(plan.request, is_one_strategy=False), console)
 
 
 def single_micro_batch_sentence(candidates: Sequence[Candidate]) -> str:
@@ -207,7 +179,7 @@ def single_micro_batch_sentence(candidates: Sequence[Candidate]) -> str:
     )
 
 
-def _training_sentence(devices: int, days: float, scaled: Scaling | None) -> str:
+def training_sentence(devices: int, days: float, scaled: Scaling | None) -> str:
     """Return one or two sentences with the days of training.
 
     If `scaled` is known, the second sentence compares the speed per device with the speed on the fewest devices that
@@ -237,21 +209,6 @@ def _legend(strategies: Sequence[str]) -> str:
     if not meanings:
         return "The baseline is one device without parallelism."
     return f"Codes: {', '.join(meanings)}. The number after a code is its number of ranks."
-
-
-def print_command(plan: Plan, console: Console) -> None:
-    """Print the command that trains the winner of a plan.
-
-    If the command trains another vocabulary than was planned, or needs a file that does not exist, this is printed
-    first.
-    """
-    winner = plan.ranked[0]
-    command = plan_command(plan.request, winner)
-    difference = trained_vocabulary_sentence(winner.spec)
-    if difference:
-        console.print(difference, style="bold yellow", highlight=False)
-    print_missing_file(plan.request.model, console)
-    console.print(f"[bold]{command}[/bold]", highlight=False, soft_wrap=True)
 
 
 def _build_ranking(candidates: Sequence[Candidate], title: str) -> Table[Candidate]:

@@ -168,9 +168,6 @@ def report_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--reports", type=Path, default=Path("reports"), help="folder of all reports"
     )
-    parser.add_argument(
-        "--all", action="store_true", help="show rows of older versions and other machines too"
-    )
 
 
 def explain(run: Sequence[str], runs: Path) -> int:

@@ -132,6 +132,12 @@ def model_entries() -> dict[str, dict[str, Any]]:
     return _read_facts("models")
 
 
+@cache
+def hub_names() -> dict[str, str]:
+    """Return the names of models by their ids on the Hugging Face hub, from `models.yaml`."""
+    return dict(read_yaml(Path(__file__).with_name("models.yaml"))["hub"])
+
+
 def _read_source(source: str) -> dict[str, Any]:
     """Return the facts of a source from `sources.yaml`.
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import difflib
+from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 from parakit.config.flags import format_fields_as_flags, format_flags
+from parakit.config.hub_cache import find_cached_config, is_hub_id
+from parakit.config.huggingface import list_unplanned_parts
 from parakit.config.model import (
     Model,
     ModelShape,
@@ -15,7 +19,7 @@ from parakit.config.model import (
     model_from_flags,
     model_names,
 )
-from parakit.planner.readings.facts import model_entries, model_facts, source_facts
+from parakit.planner.readings.facts import hub_names, model_entries, model_facts, source_facts
 from parakit.planner.readings.reading_to_spec import (
     RefusedError,
     build_shape,
@@ -31,14 +35,17 @@ SEQUENCE_LENGTH = 4096
 
 
 def find_planned_model(text: str) -> Model:
-    """Return the model with this name or in this file.
+    """Return the model with this name, in this file, or with this id on the Hugging Face hub.
 
-    If a model of the kit and a model of `models.yaml` have the same name, the model of the kit is returned.
+    If a model of the kit and a model of `models.yaml` have the same name, the model of the kit is returned. An id is
+    looked up in the hub's local cache, then in `models.yaml`.
 
     Raises:
         UnknownModelError: There is no such model, or the planner has no formulas for its layers.
         ValueError: The file does not define a shape.
     """
+    if is_hub_id(text):
+        return _find_hub_model(text)
     if is_model_file(text) or text not in published_model_names():
         _suggest_published_name(text)
         return find_model(text)
@@ -46,6 +53,26 @@ def find_planned_model(text: str) -> Model:
         return find_model(text)
     except UnknownModelError:
         return build_published_model(text)
+
+
+def _find_hub_model(hub_id: str) -> Model:
+    """Return the model with this id on the hub. It has the last part of the id as its name if its config is cached.
+
+    Raises:
+        UnknownModelError: The id is neither in the cache nor in `models.yaml`.
+        ConfigError: The cached `config.json` describes no model that can be planned.
+    """
+    config = find_cached_config(hub_id)
+    if config is not None:
+        name = hub_id.partition("/")[2].lower()
+        return replace(find_model(str(config)), name=name)
+    names_by_id = {known.lower(): name for known, name in hub_names().items()}
+    if hub_id.lower() in names_by_id:
+        return find_planned_model(names_by_id[hub_id.lower()])
+    raise UnknownModelError(
+        f"{hub_id} is neither a file nor in the cache of the Hugging Face hub, and the kit does not know it; download "
+        f"its config.json ('hf download {hub_id} config.json') and repeat, or set MODEL= to the file."
+    )
 
 
 def published_model_names() -> tuple[str, ...]:
@@ -65,6 +92,13 @@ def has_no_file(model: Model) -> bool:
     """Return True for a model that only published measurements describe, so that nothing can train it by its name."""
     is_published = not model.source and model.name in published_model_names()
     return is_published and model.name not in model_names()
+
+
+def unplanned_parts(model: Model) -> tuple[str, ...]:
+    """Return the parts of a model that its plan leaves out, such as "the vision tower"; empty if there are none."""
+    if model.source.endswith(".json"):
+        return list_unplanned_parts(Path(model.source).expanduser())
+    return tuple(model_entries().get(model.name, {}).get("unplanned", ()))
 
 
 @cache
@@ -106,8 +140,9 @@ def _shape_flags(shape: ModelShape, facts: dict[str, object]) -> tuple[str, ...]
         special_flags["--moe-aux-loss-coeff"] = _LOSS_COEFFICIENT
     if shape.window:
         # Megatron does not count the token itself, and each n-th layer has no window.
+        full_layers = round(shape.layers * (1 - shape.windowed_fraction))
         special_flags["--window-size"] = f"{shape.window - 1},0"
-        special_flags["--window-attn-skip-freq"] = round(1 / (1 - shape.windowed_fraction))
+        special_flags["--window-attn-skip-freq"] = shape.layers // full_layers
     flags = [*format_fields_as_flags(shape, "shape"), *format_flags(special_flags)]
     if shape.latent:
         flags += format_fields_as_flags(shape.latent, "latent")

@@ -70,7 +70,7 @@ class Uncertainty:
         return self.similar.seconds(self.seconds, level) if self.similar else None
 
     @property
-    def warning(self) -> str:
+    def missed_side(self) -> str:
         """Sentence that warns if the predicted time lies outside of the 80% interval, else an empty text.
 
         The text is also empty if the prediction and an end of the interval are equal when printed.
@@ -79,13 +79,21 @@ class Uncertainty:
         if interval is None or interval[0] <= self.seconds <= interval[1]:
             return ""
         smallest_value, largest = interval
-        predicted = duration(self.seconds)
-        if predicted in (duration(smallest_value), duration(largest)):
+        if duration(self.seconds) in (duration(smallest_value), duration(largest)):
             return ""
         comparison = "longer" if smallest_value > self.seconds else "less"
+        return f"Four of five measurements of this kind took {comparison} than was predicted."
+
+    @property
+    def warning(self) -> str:
+        """The sentence `missed_side` with the interval to expect; empty if there is no such sentence."""
+        interval = self.interval(_LEVELS[0])
+        if interval is None or not self.missed_side:
+            return ""
+        smallest_value, largest = interval
         return (
-            f"Four of five measurements of this kind took {comparison} than was predicted: expect "
-            f"{duration(smallest_value)} to {duration(largest)} in place of the {predicted} below."
+            f"{self.missed_side.removesuffix('.')}: expect {duration(smallest_value)} to "
+            f"{duration(largest)} in place of the {duration(self.seconds)} below."
         )
 
     @property
@@ -110,6 +118,13 @@ class Uncertainty:
             for start, (_, item) in zip(starts, self.neighbours, strict=False)
         ]
         return " ".join(sentences)
+
+    @property
+    def nearest_sentence(self) -> str:
+        """Sentence with the nearest published measurement and its error; empty if none is near."""
+        if not self.neighbours:
+            return ""
+        return f"The nearest measurement is {_describe_neighbour(self.neighbours[0][1])}."
 
     def __str__(self) -> str:
         return " ".join(filter(None, (self.summary, self.neighbours_sentence)))

@@ -84,14 +84,10 @@ function show(plan, seconds, more) {
   $("state").textContent = plan ? `${plan.legal_configurations.toLocaleString("en")} legal strategies, ${seconds} s. ${plan.calibration}.` : "";
   if (!plan) return;
   const room = devices.get(plan.gpu).memory_bytes;
-  // The second sentence has the time and the memory, which the line below the headline has with their range.
-  const [headline, , ...advice] = plan.advice;
+  // The answers of the command's first screen, in its order: the strategy, its time with the range, its memory, …
+  const [headline, time, memory, ...advice] = plan.advice;
   $("headline").append(element("b", headline));
-  const time = plan.winner.iteration_seconds;
-  const range = plan.uncertainty?.interval_80;
-  $("interval").textContent = `An iteration takes ${duration(time)}` +
-    (range ? `, and with 80% probability ${duration(range[0])} to ${duration(range[1])}` : "") +
-    `. The peak rank holds ${(plan.winner.memory_bytes / GIB).toFixed(1)} of ${(room / GIB).toFixed(0)} GiB.`;
+  $("interval").textContent = `${time} ${memory}`;
   for (const sentence of advice) $("advice").append(element("li", sentence));
   $("command").append("Train it: ", element("code", plan.winner.command + more));
   const slowest = Math.max(...plan.ranked.map((layout) => layout.iteration_seconds));
