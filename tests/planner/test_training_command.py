@@ -133,10 +133,10 @@ def test_batch_script_is_a_shell_script_with_one_torchrun_per_host() -> None:
 
 
 def test_a_rack_of_72_gpus_is_started_as_18_hosts_of_4() -> None:
-    words = shlex.split(format_training_command(*plan_run(RUNS[5])))
-    assert words[words.index("--nnodes") + 1] == "18"
-    assert words[words.index("--nproc-per-node") + 1] == "4"
-    assert words[0] == "torchrun", "FSDP refuses CUDA_DEVICE_MAX_CONNECTIONS=1"
+    arguments = shlex.split(format_training_command(*plan_run(RUNS[5])))
+    assert arguments[arguments.index("--nnodes") + 1] == "18"
+    assert arguments[arguments.index("--nproc-per-node") + 1] == "4"
+    assert arguments[0] == "torchrun", "FSDP refuses CUDA_DEVICE_MAX_CONNECTIONS=1"
 
 
 def test_names_in_other_trainers_are_of_known_models() -> None:

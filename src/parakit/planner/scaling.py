@@ -34,7 +34,7 @@ _RANGE_LEVEL = 0.80
 
 @dataclass(frozen=True)
 class Failures:
-    """How often devices fail, and what a failure and a checkpoint cost."""
+    """Rate of failures of the devices, and the time that a failure and a checkpoint cost."""
 
     device_hours: float
     """Mean time between failures of one device, in hours."""

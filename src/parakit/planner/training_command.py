@@ -124,19 +124,19 @@ def _format_torchrun_line(
     """
     hosts, per_host = _count_hosts(request)
     parallelism = spec.parallelism
-    words = []
+    parts = []
     needs_order = parallelism.tensor > 1 or parallelism.context > 1
     if needs_order and not parallelism.sharding.wraps_modules:
         # Megatron launches communication before the kernels that it overlaps with, and relies on one queue.
-        words.append("CUDA_DEVICE_MAX_CONNECTIONS=1")
-    words.append("torchrun")
+        parts.append("CUDA_DEVICE_MAX_CONNECTIONS=1")
+    parts.append("torchrun")
     if hosts == 1:
-        words.append("--standalone")
+        parts.append("--standalone")
     else:
         default = f"--rdzv-backend c10d --rdzv-endpoint $HEAD_NODE:{_PORT}"
-        words.append(f"--nnodes {hosts} {rendezvous or default}")
-    words.append(f"--nproc-per-node {per_host} {_entry_program(spec)} {shlex.join(flags)}")
-    return " ".join(words)
+        parts.append(f"--nnodes {hosts} {rendezvous or default}")
+    parts.append(f"--nproc-per-node {per_host} {_entry_program(spec)} {shlex.join(flags)}")
+    return " ".join(parts)
 
 
 def _format_batch_script(request: Request, spec: RunSpec, flags: Sequence[str]) -> str:
