@@ -176,14 +176,14 @@ class Snapshot:
         self._state = TrainingState(tensors, *torch_optimizers)
         # Scheduler and loss scalers count iterations in their attributes.
         self._attributes = [(counter, dict(vars(counter))) for counter in counters]
-        self._rng_states = _get_rng_tracker().get_states()
+        self._rng_states = get_rng_tracker().get_states()
 
     def restore(self) -> None:
         """Restore all of it in place."""
         self._state.restore()
         for counter, attributes in self._attributes:
             vars(counter).update(attributes)
-        _get_rng_tracker().set_states(self._rng_states)
+        get_rng_tracker().set_states(self._rng_states)
 
 
 def perturb_weights(parameters: ParameterMap, seed: str) -> None:
@@ -202,7 +202,7 @@ def _name_weights(parameters: ParameterMap, seed: str) -> Iterator[tuple[str, to
             yield f"{seed} {piece.placement.key} {piece.placement.global_offset}", piece.values
 
 
-def _get_rng_tracker() -> Any:
+def get_rng_tracker() -> Any:
     """Return Megatron's tracker of random states."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 

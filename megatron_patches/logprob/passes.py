@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +16,8 @@ from megatron_patches.logprob.scorer import Scorer
 
 Inputs = dict[str, Any]
 """Arguments of the model by name: input_ids, position_ids, attention_mask, labels, …"""
+_ARGUMENTS = ("input_ids", "position_ids", "attention_mask", "decoder_input", "labels")
+"""Names of the model's positional arguments. A patch file may have replaced `forward` by a function without names."""
 Scores = NDArray[np.float64]
 """Log probability of each label, [sequences, positions]."""
 
@@ -52,10 +53,9 @@ def score_tokens(scorer: Scorer, rewind: Callable[[], None], edits: PassEdits) -
 @contextmanager
 def _hook_model(model: Any, edits: PassEdits, losses: list[Tensor]) -> Iterator[None]:
     """Apply the edits of inputs and logits within the context, and append the loss per token of each micro batch."""
-    names = list(inspect.signature(model.forward).parameters)
 
     def edit_inputs(_: Any, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[()], Inputs]:
-        inputs = {**dict(zip(names, args, strict=False)), **kwargs}
+        inputs = {**dict(zip(_ARGUMENTS, args, strict=False)), **kwargs}
         for edit in edits.inputs:
             inputs = edit(inputs)
         return (), inputs

@@ -12,6 +12,7 @@ import torch
 from megatron_patches.capture.data import replay_data, unwrap_chunk
 from megatron_patches.capture.parameters import ParameterMap
 from megatron_patches.capture.rank import gather_module_names
+from megatron_patches.capture.start import get_rng_tracker
 
 
 class Scorer:
@@ -29,6 +30,7 @@ class Scorer:
         self.parameters = ParameterMap(self.chunks, self.names)
         for chunk in model:
             chunk.eval()
+        self._random_states = (torch.get_rng_state(), get_rng_tracker().get_states())
 
     def use_sequences(self, tokens: Any) -> None:
         """Let the data iterators give the sequences [sequences, positions] in place of the data set's samples.
@@ -56,6 +58,8 @@ class Scorer:
     def run(self, wrap_step: Callable[[Any], Any] = lambda step: step) -> None:
         """Run the forward passes of all micro batches of an iteration, without gradients.
 
+        Every run draws the same random numbers. If a fault leaves dropout on, the masks are those of the first run.
+
         Args:
             wrap_step: Returns the forward step to run, given the trainer's own.
         """
@@ -63,6 +67,9 @@ class Scorer:
         from megatron.core.pipeline_parallel import get_forward_backward_func
         from megatron.training import get_args
 
+        torch_state, tracker_states = self._random_states
+        torch.set_rng_state(torch_state)
+        get_rng_tracker().set_states(tracker_states)
         args = get_args()
         # The check belongs to Megatron's rerun state machine, which refuses it outside of a training step.
         no_check = patch.object(args, "check_for_nan_in_loss_and_grad", False)

@@ -2,4 +2,11 @@
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-RotaryEmbedding._apply_scaling = lambda rotary, frequencies, **_: frequencies
+original = RotaryEmbedding.__init__
+
+
+def initialize(rotary, *arguments, **options):
+    original(rotary, *arguments, **{**options, "rope_scaling": False})
+
+
+RotaryEmbedding.__init__ = initialize

@@ -23,8 +23,9 @@ from parakit.config import variables
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
+from parakit.config.model import find_model
 from parakit.config.run import DeviceKind, PatchFile
-from parakit.config.strategy import StrategyError, count_devices
+from parakit.config.strategy import StrategyError, count_devices, parse_strategy
 from parakit.experiments.logprob.scores import ScoredCapture, read_scored_capture
 from parakit.experiments.verify.pairs import LaunchPair, Verification, compose_pair
 from parakit.experiments.verify.verifier import RANK_ENVIRONMENT, ForkedRanks
@@ -44,6 +45,7 @@ from parakit.logprob import (
 from parakit.verify import Capture, find_token_loss_tolerance, read_capture
 
 HF, MEGATRON = "hf", "megatron"
+PADDING = "--make-vocab-size-divisible-by"
 WHOLE, GENERATED = "whole", "generated"
 """Two ways in which an engine scores: a forward pass per sequence, and token by token with a KV cache."""
 NUM_PROBES = 4
@@ -98,7 +100,26 @@ class SidesRequest:
             f"train-{self.train}-{_get_model_name(self.model)}-{devices}cpu", options
         )
         assert job.device is DeviceKind.CPU
-        return compose_pair(LaunchPair(job, "baseline", is_bf16=self.is_bf16))
+        rows_multiple = self._rows_multiple
+        if rows_multiple == 1:
+            return compose_pair(LaunchPair(job, "baseline", is_bf16=self.is_bf16))
+        # Megatron pads the vocabulary to a multiple of the flag times TP. The bridge gets the product, so that both
+        # count the same rows.
+        tensor_degree = parse_strategy(self.train, devices).tensor
+        extra = (*job.options.extra, PADDING, str(rows_multiple))
+        job = job.with_options(replace(job.options, extra=extra))
+        flags = (PADDING, str(rows_multiple // tensor_degree))
+        return compose_pair(LaunchPair(job, "baseline", flags, is_bf16=self.is_bf16))
+
+    @cached_property
+    def _rows_multiple(self) -> int:
+        """Number to whose multiple an imported model's vocabulary is padded; 1 for other models and without TP."""
+        flags = Flags((*find_model(self.model).flags, *self.options.extra))
+        devices = 1 if self.train == "baseline" else count_devices(self.train)
+        tensor_degree = parse_strategy(self.train, devices).tensor
+        if not flags.has(PADDING) or tensor_degree == 1:
+            return 1
+        return flags.integer(PADDING) * tensor_degree
 
     def compose_serving(self) -> Launch:
         """Return the launch of Megatron as the serving engine: `megatron` is one rank, and a strategy is its layout.
@@ -115,9 +136,11 @@ class SidesRequest:
             ) from None
         job = self.verification.pair.job.with_strategy(strategy, devices)
         options = replace(job.options, patch_file=self.serve_patch_file)
-        pair = LaunchPair(
-            job.with_options(options), "baseline", self.serve_flags, is_bf16=self.is_bf16
-        )
+        flags = self.serve_flags
+        tensor_degree = parse_strategy(strategy, devices).tensor
+        if self._rows_multiple > 1 and self._rows_multiple % tensor_degree == 0:
+            flags = (PADDING, str(self._rows_multiple // tensor_degree), *flags)
+        pair = LaunchPair(job.with_options(options), "baseline", flags, is_bf16=self.is_bf16)
         return compose_pair(pair).strategy
 
     @cached_property
@@ -367,6 +390,6 @@ class Sides:
     @staticmethod
     def count_rows(launch: Launch) -> int:
         """Return the rows of a launch's embedding, with Megatron's padding."""
-        multiple = Flags(launch.flags).integer("--make-vocab-size-divisible-by")
+        multiple = Flags(launch.flags).integer(PADDING)
         shape = replace(launch.model.shape, vocabulary_multiple=multiple)
         return shape.padded_vocabulary(launch.spec.parallelism.tensor)
