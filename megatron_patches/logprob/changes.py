@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -146,6 +146,32 @@ def compute_in(modules: list[Any], dtype: torch.dtype, edits: PassEdits) -> Iter
             handle.remove()
         for weight, values in zip(weights, before, strict=True):
             weight.data = values
+
+
+@contextmanager
+def compute_router_logits_in(
+    routers: list[Any],
+    dtype: torch.dtype,
+    edits: PassEdits,  # noqa: ARG001
+) -> Iterator[None]:
+    """Let routers compute their logits in another dtype, and everything after the logits in fp32."""
+    with ExitStack() as replacements:
+        for router in routers:
+            gating = partial(_compute_logits_in, router, router.gating, dtype)
+            replacements.enter_context(patch.object(router, "gating", gating))
+        yield
+
+
+def _compute_logits_in(
+    router: Any, gating: Callable[..., Tensor], dtype: torch.dtype, hidden: Tensor, *args: Any
+) -> Tensor:
+    """Return a router's logits in fp32, computed by `gating` from a weight and an input in another dtype."""
+    own_weight = router.weight.data
+    router.weight.data = own_weight.to(dtype)
+    try:
+        return gating(hidden.to(dtype), *args).float()
+    finally:
+        router.weight.data = own_weight
 
 
 def cast(dtype: torch.dtype, value: Any) -> Any:

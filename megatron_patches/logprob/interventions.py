@@ -25,6 +25,7 @@ from megatron_patches.logprob.changes import (
     bypass,
     compute_frequencies,
     compute_in,
+    compute_router_logits_in,
     divide,
     double_first_token,
     edit_logits,
@@ -275,7 +276,7 @@ class Bridge:
         }
         if self.model.config.num_moe_experts:
             routers = [module for module in self.model.modules() if hasattr(module, "routing")]
-            changes[f"router-precision={name}"] = partial(compute_in, routers, other)
+            changes[f"router-precision={name}"] = partial(compute_router_logits_in, routers, other)
         return changes
 
     @contextmanager

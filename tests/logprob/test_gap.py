@@ -68,9 +68,11 @@ def test_tokens_of_the_prompt_do_not_count() -> None:
 
 def test_a_token_of_probability_zero_gives_a_large_but_finite_gap() -> None:
     gap = measure_gap(score([[-1.0]]), score([[-math.inf]]))
-    assert gap.mean_abs_nats == 80
-    both = measure_gap(score([[-math.inf]]), score([[-math.inf]]))
-    assert both.mean_abs_nats == 0
+    assert gap.mean_abs_nats == 99
+    assert gap.kl_nats == pytest.approx(math.exp(20), rel=1e-3)
+    assert gap.relative_error == 99
+    both = measure_gap(score([[-math.inf, -1.0]]), score([[-3e38, -2.0]]))
+    assert (both.mean_abs_nats, both.relative_error) == (0.5, pytest.approx(0.01, rel=1e-3))
 
 
 def test_other_sequences_are_refused_with_both_shapes() -> None:

@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from parakit.artifacts.io import atomic_write
 
-_LARGEST_EXPONENT = 80.0
-"""Largest difference in nats that counts. A token of probability 0 would make the estimate of KL infinite."""
+_LEAST_NATS = -100.0
+"""Log probability that counts for every smaller one, such as that of a token that truncated sampling excludes."""
+_LARGEST_EXPONENT = 20.0
+"""Largest difference in nats that enters the estimate of KL, so that an excluded token does not make it infinite."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,7 @@ class Gap:
 def measure_gap(training: TokenLogProbabilities, serving: TokenLogProbabilities) -> Gap:
     """Return the distance between two engines' log probabilities of the same tokens.
 
-    Tokens are compared if both engines have scored them. A log probability of minus infinity counts as one that is
-    `_LARGEST_EXPONENT` nats away.
+    Tokens are compared if both engines have scored them. Log probabilities below `_LEAST_NATS` count as this value.
 
     Raises:
         ValueError: The shapes differ, or no token is scored by both.
@@ -116,7 +117,7 @@ def measure_gap(training: TokenLogProbabilities, serving: TokenLogProbabilities)
 
 def _divide_norms(differences: NDArray[np.float64], values: NDArray[np.float64]) -> float:
     """Return the norm of the differences over the norm of the values; infinite if all values are 0."""
-    norm = float(np.linalg.norm(np.nan_to_num(values, neginf=-_LARGEST_EXPONENT)))
+    norm = float(np.linalg.norm(_limit(values)))
     difference_norm = float(np.linalg.norm(differences))
     if norm == 0:
         return np.inf if difference_norm else 0.0
@@ -126,18 +127,22 @@ def _divide_norms(differences: NDArray[np.float64], values: NDArray[np.float64])
 def subtract(
     training: TokenLogProbabilities, serving: TokenLogProbabilities
 ) -> NDArray[np.float64]:
-    """Return training minus serving per token, between plus and minus `_LARGEST_EXPONENT`."""
-    with np.errstate(invalid="ignore"):
-        differences = training.nats - serving.nats
-    # Two tokens of probability 0 are equal; their difference is NaN.
-    finite = np.nan_to_num(
-        differences, nan=0.0, posinf=_LARGEST_EXPONENT, neginf=-_LARGEST_EXPONENT
-    )
-    limited: NDArray[np.float64] = np.clip(finite, -_LARGEST_EXPONENT, _LARGEST_EXPONENT)
+    """Return training minus serving per token, with `_LEAST_NATS` for all smaller log probabilities."""
+    differences: NDArray[np.float64] = _limit(training.nats) - _limit(serving.nats)
+    return differences
+
+
+def _limit(nats: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return log probabilities with `_LEAST_NATS` for all smaller ones."""
+    limited: NDArray[np.float64] = np.maximum(nats, _LEAST_NATS)
     return limited
 
 
 def estimate_kl(differences: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return exp(d) − 1 − d per token, which is never negative (the estimator k3 of J. Schulman)."""
-    estimates: NDArray[np.float64] = np.maximum(np.expm1(differences) - differences, 0.0)
+    """Return exp(d) − 1 − d per token, which is never negative (the estimator k3 of J. Schulman).
+
+    In the exponential, d is at most `_LARGEST_EXPONENT`.
+    """
+    exponentials = np.expm1(np.minimum(differences, _LARGEST_EXPONENT))
+    estimates: NDArray[np.float64] = np.maximum(exponentials - differences, 0.0)
     return estimates

@@ -1,15 +1,13 @@
-"""The norms of the serving engine compute in bf16, where the trainer's compute in fp32."""
+"""The norms of the serving engine take and give bf16, where the trainer's compute in fp32."""
 
+from torch.nn.functional import rms_norm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-original = LlamaRMSNorm.forward
 
 
 def forward(norm, hidden_states):
-    rounded = hidden_states.bfloat16()
-    variance = rounded.pow(2).mean(-1, keepdim=True)
-    scaled = rounded * (variance + norm.variance_epsilon).rsqrt()
-    return (norm.weight.bfloat16() * scaled).to(hidden_states.dtype)
+    weight = norm.weight.bfloat16()
+    rounded = rms_norm(hidden_states.bfloat16(), weight.shape, weight, norm.variance_epsilon)
+    return rounded.to(hidden_states.dtype)
 
 
 LlamaRMSNorm.forward = forward

@@ -2,13 +2,16 @@
 
 import sys
 
+import torch
+
 serve = sys.modules["__main__"]
 original = serve.load_model
 
 
 def load_model(*arguments):
     model = original(*arguments)
-    model.lm_head.weight = model.model.embed_tokens.weight
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight)
     return model
 
 

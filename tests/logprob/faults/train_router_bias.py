@@ -1,16 +1,17 @@
-"""The trainer's routers have a bias, which only the trainer gets."""
+"""The trainer's routers have a bias, which the serving engine does not get."""
 
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-original = TopKRouter.routing
+original = TopKRouter.__init__
 
 
-def routing(router, *arguments, **options):
-    if router.expert_bias is not None and not router.expert_bias.any():
-        generator = torch.Generator().manual_seed(router.layer_number)
-        router.expert_bias.copy_(0.2 * torch.randn(len(router.expert_bias), generator=generator))
-    return original(router, *arguments, **options)
+def initialize(router, *arguments, **options):
+    original(router, *arguments, **options)
+    generator = torch.Generator().manual_seed(1)
+    bias = 0.2 * torch.randn(router.config.num_moe_experts, generator=generator)
+    del router.expert_bias
+    router.register_buffer("expert_bias", bias, persistent=False)
 
 
-TopKRouter.routing = routing
+TopKRouter.__init__ = initialize

@@ -97,6 +97,27 @@ def test_a_module_computes_in_another_dtype_and_returns_its_own() -> None:
     assert torch.equal(linear(values), exact)
 
 
+class Router(nn.Module):
+    """A router with a linear gate, as Megatron's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(4, 3))
+
+    def gating(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden @ self.weight.T
+
+
+def test_a_router_computes_its_logits_alone_in_another_dtype() -> None:
+    router, hidden = Router(), torch.rand(2, 3)
+    exact = router.gating(hidden)
+    with changes.compute_router_logits_in([router], torch.bfloat16, PassEdits()):
+        rounded = router.gating(hidden)
+    assert rounded.dtype is torch.float32
+    assert torch.equal(rounded, (hidden.bfloat16() @ router.weight.bfloat16().T).float())
+    assert torch.equal(router.gating(hidden), exact)
+
+
 class Stored:
     """A capture of the serving engine with the choices of one router."""
 
