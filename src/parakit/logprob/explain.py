@@ -14,7 +14,7 @@ from parakit.logprob.hypotheses import split_hypothesis
 Measure = Callable[[tuple[str, ...]], Gap]
 """Function that returns the gap when the named changes are applied together."""
 
-LEAST_FRACTION = 0.1
+LEAST_FRACTION = 0.3
 """Fraction of the remaining KL that a change must remove to be a cause."""
 MOST_CAUSES = 4
 
