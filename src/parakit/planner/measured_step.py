@@ -16,13 +16,13 @@ from parakit.planner.calibration import bisect_threshold, calibrate_from_text, l
 from parakit.planner.one_strategy import apply_what_if, time_strategy
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.readings.reading_to_spec import MeasuredRun, convert_measurement
-from parakit.planner.readings.table import MEASUREMENTS_FILE, read_measurements
+from parakit.planner.readings.table import read_measurements
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.host import iteration_host_seconds
 from parakit.planner.time.iteration import IterationSeconds, iteration_seconds
 
-TUTORIAL_FILE = MEASUREMENTS_FILE.with_name("tutorial.csv")
-"""Published measurements of vuiseng9/megatron-tutorials, whose runs have ids at the beginning of their notes."""
+TUTORIAL_SOURCE = "vuiseng9/megatron-tutorials"
+"""Source of the tutorial's published measurements, whose notes name each run with its id."""
 _STEP = re.compile(
     r"\s*(?P<time>\d+\.?\d*)\s*(?P<unit>ms|s)\s+on\s+(?P<run>\S.*?)\s*", re.IGNORECASE | re.DOTALL
 )
@@ -107,8 +107,9 @@ def _tutorial_run(run_id: str) -> MeasuredRun:
     Raises:
         RequestError: The tutorial has no run with this id whose time was published.
     """
-    for measurement in read_measurements(TUTORIAL_FILE)[0]:
-        if measurement.notes.startswith(f"{run_id}-"):
+    for measurement in read_measurements()[0]:
+        is_timed = measurement.source == TUTORIAL_SOURCE and measurement.metric == "step_time_s"
+        if is_timed and f"; run {run_id}-" in measurement.notes:
             return convert_measurement(measurement)
     raise RequestError(
         f"CALIBRATE has a step of '{run_id}', which is no timed run of the tutorial; use an id such as 231, "

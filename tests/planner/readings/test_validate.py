@@ -294,11 +294,12 @@ def test_one_third_of_configurations_and_all_later_additions_are_held_out_of_fit
     readings, _ = read_measurements()
     added, before = [], []
     for measurement in readings:
-        (added if measurement.notes.endswith("added 2026-11-23") else before).append(measurement)
+        is_added = measurement.notes.endswith(("added 2026-11-23", "added 2026-11-29"))
+        (added if is_added else before).append(measurement)
     kept = [measurement for measurement in before if measurement.is_held_out]
     assert len(kept) / len(before) == pytest.approx(1 / 3, abs=0.03)
     assert all(replace(item, value=1.0, where="", notes="").is_held_out for item in kept[:50])
-    assert len(added) == 496
+    assert len(added) == 496 + 124
     assert all(item.is_held_out for item in added)
     assert not fitted_readings([*kept, *added])
     assert fitted_readings(before[::10])

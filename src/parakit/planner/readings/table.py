@@ -65,7 +65,7 @@ METRICS = (
 _MOST_DIGITS = 18
 """Most digits of a whole number."""
 
-_ADDED_NOTES = ("added 2026-11-23", "added 2026-11-26")
+_ADDED_NOTES = ("added 2026-11-23", "added 2026-11-26", "added 2026-11-29")
 """Ends of the notes of rows that were added after the constants had been fitted."""
 
 
