@@ -92,7 +92,7 @@ class SidesRequest:
         )
         if self.recorded is not None:
             num_sequences, length = read_recorded_tokens(self.recorded).shape
-            extra = ("--seq-length", str(length), *options.extra)
+            extra = (*options.extra, "--seq-length", str(length))
             options = replace(
                 options, global_batch_size=num_sequences, micro_batch_size=1, extra=extra
             )
