@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from parakit.artifacts.verdict import VerifyVerdict
     from parakit.checkpoint import CheckpointInspection
+    from parakit.config.settings import Setting
     from parakit.hang import HangDiagnosis
     from parakit.logs import TrainingLog
     from parakit.planner import PlanOptions, PlanResult, TimedStrategy
@@ -312,31 +313,27 @@ def name_arguments(text: str) -> str:
     'make report', stay unchanged.
     """
     from parakit.config.settings import OPTIONS, SETTINGS
-
-    known = {setting.name for setting in SETTINGS}
-
-    def to_argument(match: re.Match[str]) -> str:
-        name, value = match["name"], match["value"]
-        if name not in known:
-            return match[0]
-        argument = _ARGUMENT_NAMES.get(name, name.lower())
-        if value is None:
-            return argument
-        end = "." if value.endswith(".") else ""
-        value = value.removesuffix(".")
-        is_plain = not value or value.startswith('"') or _NUMBER.fullmatch(value)
-        return f"{argument}={value}{end}" if is_plain else f'{argument}="{value}"{end}'
+    from parakit.config.spelling import rewrite_variables
 
     for setting in OPTIONS:
         option = "--" + setting.name.lower().replace("_", "-")
         text = text.replace(f"{option} ", f"{setting.name.lower()}= ")
-    return _VARIABLE.sub(to_argument, text)
+    parts = _COMMANDS.split(text)
+    # Every second part is a command.
+    parts[::2] = [rewrite_variables(part, SETTINGS, _write_argument) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _write_argument(setting: Setting, value: str | None) -> str:
+    """Return a variable and its value as an argument of a function; None gives the name alone."""
+    argument = _ARGUMENT_NAMES.get(setting.name, setting.name.lower())
+    if value is None:
+        return argument
+    is_plain = not value or value.startswith('"') or _NUMBER.fullmatch(value)
+    return f"{argument}={value}" if is_plain else f'{argument}="{value}"'
 
 
 _ARGUMENT_NAMES = {"DUMPS": "paths", "LOGS": "paths", "CKPT": "path"}
 """Arguments whose name is not the variable's name in lower case, by variable."""
 _NUMBER = re.compile(r"-?[\d.]+(e[+-]?\d+)?")
-_VARIABLE = re.compile(
-    r"'make [^']*'"
-    r"|\b(?P<name>[A-Z][A-Z_0-9]+)(?:=(?P<value>\"[^\"]*\"|[^\s\"',;:()]*)|(?= (?:has|begins|cannot) ))"
-)
+_COMMANDS = re.compile(r"('make [^']*')")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -149,6 +150,7 @@ def test_options_of_a_clone_command_are_the_variables_of_its_target(
         ("train tp2-gpt2-tiny-2cpu --iters x", "--iters x is not a whole number above 0."),
         ("compare-zero --dtype bf16", "--dtype applies only to the prediction"),
         ("plann", "did you mean 'plan'? 'parakit --help' lists them."),
+        ("hlep", "did you mean 'help'? 'parakit --help' lists them."),
         ("plan --model gpt2-larg --gpus 2 --gpu h200", "or give --model the path of"),
     ],
 )
@@ -172,6 +174,33 @@ def test_refusals_name_variables_where_make_called(
     monkeypatch.setenv("MAKELEVEL", "1")
     assert program.main(["resume"]) == program.REFUSED
     assert capsys.readouterr().err == "RUN= is required, for example: make resume RUN=runs/…\n"
+
+
+@pytest.mark.parametrize(
+    ("level", "launch"),
+    [
+        ("", r"^parakit train-\S+-gpt2-large-2gpu --global-batch 128\b"),
+        ("1", r"^make train-\S+-gpt2-large-2gpu GLOBAL_BATCH=128\b"),
+    ],
+)
+def test_next_command_of_a_plan_is_written_as_the_caller_writes(
+    level: str,
+    launch: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    variables = {"MODEL": "gpt2-large", "GPUS": "2", "GPU": "h200", "GLOBAL_BATCH": "128"}
+    if level:
+        for name, value in {"MAKELEVEL": level, **variables}.items():
+            monkeypatch.setenv(name, value)
+        arguments = ["plan"]
+    else:
+        monkeypatch.delenv("MAKELEVEL", raising=False)
+        arguments = ["plan"]
+        for name, value in variables.items():
+            arguments += [f"--{name.lower().replace('_', '-')}", value]
+    assert program.main(arguments) == 0
+    assert re.search(launch, capsys.readouterr().out, re.MULTILINE)
 
 
 def test_argument_that_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,14 +5,12 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from parakit.config.strategy import (
-    Batch,
     Parallelism,
     PipelineSchedule,
     Sharding,
     StrategyError,
     parallelism_from_flags,
     parse_strategy,
-    scale_batch,
     strategy_flags,
     strategy_name,
 )
@@ -152,26 +150,6 @@ def test_degrees_that_do_not_divide_the_devices_are_refused() -> None:
     flags = ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"]
     with pytest.raises(StrategyError, match="TP 2 × PP 2 × CP 1 = 4 does not divide 6"):
         parallelism_from_flags(flags, 6)
-
-
-@pytest.mark.parametrize(
-    ("text", "devices", "batch"),
-    [
-        ("baseline", 1, Batch(32, 32)),
-        ("dp2", 2, Batch(32, 64)),
-        ("tp2", 2, Batch(64, 64)),
-        ("cp2", 2, Batch(64, 64)),
-        ("pp2", 2, Batch(64, 64)),
-        ("tp2dp2", 4, Batch(64, 128)),
-        ("vpp2", 2, Batch(32, 64)),
-        ("tp2vpp2", 4, Batch(64, 128)),
-        ("gpipe2", 2, Batch(64, 64)),
-        ("pipedream2", 2, Batch(64, 64)),
-        ("pipedream2bw", 2, Batch(32, 64)),
-    ],
-)
-def test_batches_follow_the_published_rule(text: str, devices: int, batch: Batch) -> None:
-    assert scale_batch(Batch(32, 32), parse_strategy(text, devices)) == batch
 
 
 def test_expert_tensor_parallel_flag_is_needed_only_if_it_differs_from_tp() -> None:

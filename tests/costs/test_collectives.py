@@ -14,12 +14,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from parakit.config.batch import choose_batch
 from parakit.config.experts import ExpertLoad
 from parakit.config.groups import Group
 from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher, spec_from_model
-from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, scale_batch
+from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy
 from parakit.costs.collectives.call import CollectiveCall, MegatronVersion, sum_bytes_by_group
 from parakit.costs.collectives.data import bucket_elements
 from parakit.costs.collectives.rank import rank_collectives
@@ -75,7 +76,7 @@ def test_calls_and_bytes_equal_those_of_a_real_run(case: dict[str, Any]) -> None
 
 def published(strategy: str) -> dict[Group, int]:
     parallelism = parse_strategy(strategy, 2)
-    spec = spec_from_model(LARGE, parallelism, scale_batch(LARGE.batch, parallelism))
+    spec = spec_from_model(LARGE, parallelism, choose_batch(LARGE, parallelism, DeviceKind.GPU))
     traffic = rank_collectives(spec, 0)
     return sum_bytes_by_group(item for item in traffic if item.payload_bytes > 1_000_000)
 

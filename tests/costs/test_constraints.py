@@ -3,9 +3,10 @@ from typing import Any
 
 import pytest
 
+from parakit.config.batch import choose_batch
 from parakit.config.model import ModelShape, load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import Backend, RunSpec, spec_from_model
+from parakit.config.run import Backend, DeviceKind, RunSpec, spec_from_model
 from parakit.config.stages import StageSplit
 from parakit.config.strategy import (
     PUBLISHED_STRATEGIES,
@@ -14,7 +15,6 @@ from parakit.config.strategy import (
     PipelineSchedule,
     Sharding,
     parse_strategy,
-    scale_batch,
 )
 from parakit.costs.constraints import find_violations
 
@@ -38,7 +38,7 @@ def refusals(
 @pytest.mark.parametrize("name", PUBLISHED_STRATEGIES)
 def test_the_six_published_runs_are_legal(name: str) -> None:
     parallelism = parse_strategy(name, 1 if name == "baseline" else 2)
-    batch = scale_batch(LARGE.batch, parallelism)
+    batch = choose_batch(LARGE, parallelism, DeviceKind.GPU)
     assert refusals(LARGE.shape, parallelism, batch, dtype="fp16") == ()
 
 

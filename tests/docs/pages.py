@@ -28,6 +28,11 @@ _WIDTH = 124
 def render_guide_texts() -> Iterator[str]:
     """Yield the predictions of `docs/guide.md`, one sentence each."""
     yield from predictions()
+
+
+def render_lab_guide_texts() -> Iterator[str]:
+    """Yield the tables of predictions in the lab guide, and its sentence on the all-reduces of TP."""
+    yield from h200_tables()
     yield tensor_parallel_sentence()
 
 
@@ -47,7 +52,7 @@ GUIDE, CLAIMS, PLANNER = (ROOT / "docs" / name for name in ("guide.md", "claims.
 PAGES: dict[Path, Callable[[], Iterator[str]]] = {
     GUIDE: render_guide_texts,
     CLAIMS: render_claim_texts,
-    ROOT / "examples" / "gpt3" / "README.md": h200_tables,
+    ROOT / "examples" / "gpt3" / "README.md": render_lab_guide_texts,
     ROOT / "src" / "parakit" / "planner" / "readings" / "README.md": render_published_texts,
 }
 """Pages with the texts that they copy."""

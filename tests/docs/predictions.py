@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from parakit.config.batch import choose_samples
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.run import spec_from_model
-from parakit.config.strategy import Batch, Parallelism, scale_batch
+from parakit.config.strategy import Batch, Parallelism
 from parakit.costs.collectives.tensor import layer_collectives
 from parakit.costs.operations import Operation, Phase
 from parakit.experiments.zero_prediction import (
@@ -29,18 +30,22 @@ from parakit.planner.advice import (
 from parakit.planner.options import PlanOptions
 from parakit.planner.readings.neighbours import estimate_uncertainty
 from parakit.planner.readings.published import h200_spec
+from parakit.planner.request import replace_sequence_length
 from parakit.planner.search import Candidate, Request, search_configurations
 from parakit.planner.ties import TIE_RATIO
 from parakit.planner.time.cluster import Cluster
 
 PREDICTED = (
-    ("gpt3-13b", 8, "a100", 512, StrategyFamily.SHARDED_DATA),
-    ("llama3-8b", 8, "a100", 128, StrategyFamily.SHARDED_DATA),
-    ("gpt3-13b", 8, "h100", 8, "dp8-zero2"),
-    ("gpt3-175b", 1024, "a100", None, StrategyFamily.SHARDED_DATA),
-    ("mixtral-8x7b", 64, "h100", None, StrategyFamily.SHARDED_DATA),
+    ("gpt3-13b", 8, "a100", 512, None, StrategyFamily.SHARDED_DATA),
+    ("llama3-8b", 8, "a100", 128, None, StrategyFamily.SHARDED_DATA),
+    ("gpt3-13b", 8, "h100", None, None, "dp8-zero2"),
+    ("gpt3-175b", 1024, "a100", None, None, StrategyFamily.SHARDED_DATA),
+    ("llama3-8b", 8, "h100", 8, 131_072, StrategyFamily.TENSOR),
+    ("mixtral-8x7b", 64, "h100", None, None, StrategyFamily.SHARDED_DATA),
 )
-"""The guide's predictions: model, GPUs, samples, and what the best strategy is compared with."""
+"""The guide's predictions: model, GPUs, samples, sequence length, and what the best strategy is compared with. None
+takes the samples or the sequence length of the model's file.
+"""
 SLOW_LINK = "ethernet-10g"
 REPORT_MODELS = ("gpt3-64m", "gpt3-355m")
 REPORT_GPU, REPORT_DTYPE = "a100-80g", "fp16"
@@ -58,11 +63,18 @@ def predictions() -> list[str]:
     ]
 
 
-def request_of(model: str, gpus: int, gpu: str, samples: int | None = None) -> Request:
-    """Return a request for a model on nodes of a device. `samples` replaces the model's batch per device."""
+def request_of(
+    model: str, gpus: int, gpu: str, samples: int | None = None, seq_length: int | None = None
+) -> Request:
+    """Return a request for a model on nodes of a device.
+
+    `samples` and `seq_length` replace those of the model's file unless they are None.
+    """
     known, device = load_model(model), device_by_key(gpu)
-    batch = samples or scale_batch(known.batch, Parallelism(data=gpus)).global_batch_size
-    template = spec_from_model(known, Parallelism(), Batch(1, batch))
+    batch = samples or choose_samples(known, gpus)
+    template = replace_sequence_length(
+        spec_from_model(known, Parallelism(), Batch(1, batch)), seq_length
+    )
     intra, inter = link_by_key(device.link), link_by_key(device.network)
     return Request(
         known, Cluster(device, gpus, min(gpus, device.domain), intra, inter), batch, template
@@ -88,8 +100,10 @@ def tensor_parallel_sentence() -> str:
     )
 
 
-def _best(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> str:
-    request = request_of(model, gpus, gpu, samples)
+def _best(
+    model: str, gpus: int, gpu: str, samples: int | None, seq_length: int | None, other: str
+) -> str:
+    request = request_of(model, gpus, gpu, samples, seq_length)
     winner = search_configurations(request).winner
     assert winner is not None
     compared = next(
@@ -98,8 +112,9 @@ def _best(model: str, gpus: int, gpu: str, samples: int | None, other: str) -> s
         if other in (kind, candidate.strategy)
     )
     ratio = compared.seconds.total / winner.seconds.total
+    tokens = f" of {seq_length:,} tokens" if seq_length else ""
     return (
-        f"{model} on {gpus:,} {gpu.upper()}, {request.global_batch:,} samples: `{winner.strategy}` "
+        f"{model} on {gpus:,} {gpu.upper()}, {request.global_batch:,} samples{tokens}: `{winner.strategy}` "
         f"takes {_time(request, winner)}; `{compared.strategy}` takes {ratio:.2f} times as long."
     )
 
@@ -199,7 +214,8 @@ def size_rows() -> tuple[SizeRow, ...]:
 
 
 def _size_row(model: str, gpus: int) -> SizeRow:
-    request = request_of(model, gpus, SIZE_GPU)
+    samples_per_device = load_model(model).batch.global_batch_size
+    request = request_of(model, gpus, SIZE_GPU, samples_per_device * gpus)
     pure = find_best_of_each_family(request)
     unsplit = [pure[kind] for kind in pure if kind in FAMILIES_OF_OTHER_TRAINERS]
     plain = [candidate for candidate in unsplit if candidate.is_recommended]

@@ -176,7 +176,7 @@ AREAS: dict[str, list[str]] = {
         f"MODEL=tests/golden/mine.args GPUS=8 GPU=h100 {LAUNCH} plan",
         f"MODEL=tests/golden/mine.args GPUS=8 EXTRA=--swigluu {LAUNCH} plan",
         f"LARGEST=1 GPUS=8 GPU=h100 {LAUNCH} plan",
-        f"MODEL=gpt3-1.3b GPUS=16 NODES=2 GPU=v100 DTYPE=fp16 INTER=100gbe NICS=1 {LAUNCH} plan",
+        f"MODEL=gpt3-1.3b GPUS=16 NODES=2 GPU=v100 DTYPE=fp16 INTER=100gbe NICS=1 GLOBAL_BATCH=64 {LAUNCH} plan",
         f"MODEL=t5 GPUS=2 {LAUNCH} plan",
         f"MODEL=gpt3-355m GPU=a100-80g {LAUNCH} compare-zero",
         f"{LAUNCH} train-zero3tp2-gpt2-tiny-2cpu",

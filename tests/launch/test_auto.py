@@ -167,7 +167,7 @@ def test_what_was_planned_is_what_is_trained() -> None:
     options = options_for_candidate(plan.winner, Options(extra=("--lr", "1e-3")))
     batch = plan.winner.spec.batch
     assert options.micro_batch_size == batch.micro_batch_size
-    assert options.global_batch_size == batch.global_batch_size == 8
+    assert options.global_batch_size == batch.global_batch_size == 4
     assert options.extra[-2:] == ("--lr", "1e-3")
     uneven = replace(plan.winner.spec, stages=StageSplit(loss=True))
     extra = options_for_candidate(replace(plan.winner, spec=uneven), Options()).extra
@@ -181,7 +181,7 @@ def test_the_target_says_why_and_trains(capsys: pytest.CaptureFixture[str], tmp_
     assert "Predicted: " in output
     assert "'make calibrate' measures this machine's" in output
     assert "--nproc-per-node 2 -m megatron_patches" in output
-    assert "--global-batch-size 8" in output
+    assert "--global-batch-size 4" in output
     assert list(tmp_path.iterdir()) == []
 
 

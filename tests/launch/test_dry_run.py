@@ -137,8 +137,8 @@ def test_a_value_that_is_no_number_is_refused_before_ranks_start(
     assert dry_run("train-dp2-gpt2-tiny-2cpu", extra=mine) == 2
     assert sorted(capsys.readouterr().err.splitlines()) == [
         "--clip-grad has no value; it takes a number.",
-        "--lr abc is not a number.",
-        "--lr-warmup-iters 1.5 is not a whole number.",
+        "Megatron's flag --lr takes a number, not 'abc'; correct the value.",
+        "Megatron's flag --lr-warmup-iters takes a whole number, not '1.5'; correct the value.",
     ]
 
 

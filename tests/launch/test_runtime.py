@@ -110,11 +110,20 @@ def test_a_dry_run_prints_and_starts_nothing(
     assert "run" not in [call[0] for call in docker.calls]
 
 
+def test_a_missing_text_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "execvp", lambda *command: pytest.fail(str(command)))
+    asked = {"INPUT": str(tmp_path / "none.txt"), "NAME": "x", "RUNTIME": "host"}
+    with pytest.raises(LaunchError, match=r"^INPUT=.*none.txt matches nothing; check the path"):
+        run("prepare-ds", asked)
+
+
 def test_a_dry_run_refuses_what_the_run_would(
     docker: FakeDocker, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     asked = {"INPUT": str(tmp_path / "none.jsonl"), "NAME": "x", "RUNTIME": "host", "DRY_RUN": "1"}
-    with pytest.raises(LaunchError, match=r"none.jsonl matches nothing; check the path"):
+    with pytest.raises(LaunchError, match=r"^INPUT=.*none.jsonl matches nothing; check the path"):
         run("prepare-ds", asked)
     assert "--input" in capsys.readouterr().out, "the command comes first"
     docker.answer("info", code=1)

@@ -92,5 +92,5 @@ def test_an_assumed_global_batch_is_named(
 ) -> None:
     assert main(("--model", "gpt2-large", "--gpus", "2", *arguments)) == 0
     screen = " ".join(capsys.readouterr().out.split())
-    assumption = "(32 sequences per device, the batch of the model's file)"
+    assumption = "(the batch of the model's file)"
     assert (assumption in screen) == (not arguments)

@@ -191,10 +191,16 @@ def test_batch_in_a_model_file_is_used_unchanged(
     assert main(arguments) == 0
     out = capsys.readouterr().out
     assert f"a global batch of {stated:,} sequences" in " ".join(out.split())
-    assert f"GLOBAL_BATCH={stated}" in out.partition("Run it\n")[2].splitlines()[0]
-    assert main(["--model", "gpt2-large", *arguments[2:]]) == 0
+    assert "--global-batch" not in out.partition("Run it\n")[2].splitlines()[0]
+
+
+def test_batch_in_a_file_of_the_kit_is_rounded_up_to_the_devices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--model", "gpt2-tiny", "--gpus", "8", "--gpu", "h200"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert f"a global batch of {8 * stated:,} sequences" in printed
+    assert "a global batch of 8 sequences of 64 tokens" in printed
+    assert "(the batch of the model's file, rounded up to a multiple of the devices)" in printed
 
 
 def test_a_small_model_has_millions_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:

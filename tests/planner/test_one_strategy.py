@@ -89,11 +89,14 @@ def test_what_if_is_shown_in_text_json_and_picture(
         ("--strategy tp8pp16dp8 --gpus 512", "multiplies to 1,024 devices, not 512"),
         ("--strategy tp3 --global-batch 3", "which TP 3 does not divide"),
         ("--strategy xx2", "Unknown strategy 'xx2'"),
-        ("--strategy dp2 --what-if GPUU=b200", "did you mean GPU=?"),
-        ("--strategy dp2 --what-if MICRO_BATCH=0", "MICRO_BATCH=0 is not a whole number above 0"),
-        ("--strategy dp2 --what-if GPU=", "--what-if has GPU=, which changes nothing"),
-        ("--strategy dp2 --what-if SVG=a.svg", "--what-if has SVG=a.svg, which changes nothing"),
-        ("--strategy dp2 --extra=garbage", "EXTRA begins with garbage, which is no flag"),
+        ("--strategy dp2 --what-if GPUU=b200", 'did you mean "GPU="?'),
+        (
+            "--strategy dp2 --what-if MICRO_BATCH=0",
+            '--what-if: "MICRO_BATCH=0" is not a whole number above 0',
+        ),
+        ("--strategy dp2 --what-if GPU=", '--what-if has "GPU=", which changes nothing'),
+        ("--strategy dp2 --what-if SVG=a.svg", '--what-if has "SVG=a.svg", which changes nothing'),
+        ("--strategy dp2 --extra=garbage", "--extra begins with garbage, which is no flag"),
         ("--strategy dp2 --extra=--sequence-parallel", "which --strategy says here"),
         ("--strategy dp2 --extra=--tensor-model-parallel-size=2", "which --strategy says here"),
         ("--strategy dp2 --extra=--use-megatron-fsdp", "which --strategy says here"),
@@ -178,12 +181,12 @@ def test_cpu_ranks_are_planned_with_the_flags_of_training(
 ) -> None:
     arguments = ["--model", "gpt2-tiny", "--strategy", "cp2", "--gpu", "cpu"]
     assert main(arguments) == 0
-    assert "make train-cp2-gpt2-tiny-2cpu MICRO_BATCH=4\n" in capsys.readouterr().out
+    assert "parakit train-cp2-gpt2-tiny-2cpu\n" in capsys.readouterr().out
     assert time_strategy(asked_of_plan(arguments)).candidate.spec.cp_comm_type == "all_gather"
     arguments[3:] = ["dp2", "--gpu", "cpu", "--micro-batch", "2"]
     timed = time_strategy(asked_of_plan(arguments))
     flags = [*timed.request.model.flags, "--transformer-impl", "local"]
-    flags += ["--micro-batch-size", "2", "--global-batch-size", "8"]
+    flags += ["--micro-batch-size", "2", "--global-batch-size", "4"]
     trained = spec_from_flags(flags, 2, DeviceKind.CPU)
     seconds = iteration_seconds(trained, timed.request.cluster).total
     assert timed.candidate.seconds.total == pytest.approx(seconds)
@@ -306,9 +309,9 @@ def test_reason_for_ignoring_a_flag_is_printed(
     assert main(["--model", str(file), "--gpus", "4", "--gpu", "h100", extra]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert (
-        "Not part of the prediction: --tensor-model-parallel-size (STRATEGY= sets it), "
+        "Not part of the prediction: --tensor-model-parallel-size (--strategy sets it), "
         "--attention-softmax-in-fp32 (no formula counts it), "
-        "--cp-comm-type (a search chooses it; STRATEGY= takes it), "
+        "--cp-comm-type (a search chooses it; --strategy takes it), "
         "--app-tag-run-name (not known to this kit)."
     ) in output
 

@@ -151,7 +151,15 @@ def test_the_named_strategies_come_in_the_published_order(make_request: MakeRequ
 def test_illegal_named_strategies_are_left_out(make_request: MakeRequest) -> None:
     named = evaluate_single_axis_strategies(make_request("gpt2-xl", 2, "h200", 32))
     assert {candidate.strategy for candidate in named} == {"dp2", "cp2", "pp2"}
-    assert evaluate_single_axis_strategies(make_request("gpt2-large", 2, "h200", 60)) == []
+
+
+def test_named_strategies_train_the_requested_samples_in_micro_batches_that_fit(
+    make_request: MakeRequest,
+) -> None:
+    named = evaluate_single_axis_strategies(make_request("gpt2-large", 2, "h200", 60))
+    sizes = {candidate.strategy: candidate.spec.batch for candidate in named}
+    assert sizes["dp2"] == Batch(2, 60)
+    assert sizes["tp2"] == Batch(4, 60)
 
 
 def test_175b_on_1024_devices_is_split_in_every_dimension(make_request: MakeRequest) -> None:

@@ -28,7 +28,8 @@ from parakit.cli.options import (
 from parakit.cluster import image_tag
 from parakit.config.setting import SettingError
 from parakit.config.settings import ARGS
-from parakit.formatting.terminal import say
+from parakit.formatting.console import CallerConsole
+from parakit.formatting.terminal import say, spelled_for_caller
 
 REFUSED, INTERRUPTED = 2, 130
 """Exit codes of a refused and of an interrupted command."""
@@ -60,7 +61,7 @@ def run_target(
 
     try:
         with interruptible():
-            return _print_refusal(lambda: _run_target(name, arguments, written), rewrite_refusal)
+            return _run_for_caller(lambda: _run_target(name, arguments, written), rewrite_refusal)
     except Interrupted:
         print("Interrupted; all ranks have ended.")
         return INTERRUPTED
@@ -105,7 +106,7 @@ def run_command(name: str, arguments: Sequence[str], program: str) -> int:
     """
     command = next(command for command in COMMANDS if command.name == name)
     is_parakit = program.startswith("parakit")
-    return _print_refusal(
+    return _run_for_caller(
         lambda: call_handler(command, name, parse_arguments(command, arguments, program)),
         (lambda text: rewrite_for_parakit(text, command)) if is_parakit else str,
     )
@@ -121,6 +122,7 @@ def _refuse_misspelt(name: str) -> None:
     """
     suffix = name.partition("-")[2]
     known = [command.name.replace("*", suffix) for command in COMMANDS]
+    known += ["help", "help-all"]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     if near and not near[0].startswith("train-"):
         raise SettingError(
@@ -128,13 +130,14 @@ def _refuse_misspelt(name: str) -> None:
         )
 
 
-def _print_refusal(run: Callable[[], int], rewrite: Callable[[str], str]) -> int:
+def _run_for_caller(run: Callable[[], int], rewrite: Callable[[str], str]) -> int:
     """Return what a function returns; if it raises a ValueError, print the sentence to stderr and return 2.
 
-    `rewrite` changes the sentence to the form in which the user called the command.
+    `rewrite` changes this sentence, and what the function prints, to the form in which the user called the command.
     """
     try:
-        return run()
+        with spelled_for_caller(rewrite):
+            return run()
     except ValueError as error:
         say(Console(stderr=True, markup=False), rewrite(str(error)), "red")
         return REFUSED
@@ -168,7 +171,7 @@ def call_handler(command: Command, name: str, variables: Namespace) -> int:
         known["options"] = options_from_namespace(variables)
     if "console" in parameters:
         # Log lines with square brackets must not be read as markup.
-        known["console"] = Console(markup=False)
+        known["console"] = CallerConsole(markup=False)
     arguments = {parameter: known[parameter] for parameter in parameters if parameter in known}
     code: int | None = handler(**arguments)
     return code or 0

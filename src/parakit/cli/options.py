@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 
 from parakit.cli.commands import BENCH, BENCH_NAME, BENCHES, COMMANDS, REMOVED, Command
 from parakit.config.setting import SettingError, parse_setting, parse_settings, refuse_renamed
-from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, WHAT_IF, Setting
+from parakit.config.settings import ARGS, OPTIONS, RENAMED, SETTINGS, SWITCH, Setting
+from parakit.config.spelling import rewrite_variables
 
 _VARIABLE = re.compile(r"((?:\\.|\S)+?)=(?:\\.|\S)*")
 _NEVER_IGNORED = {
@@ -210,24 +211,15 @@ def rewrite_as_options(text: str, command: Command) -> str:
     Words in double quotes, and names that are no variables, are not changed.
     """
 
-    def rewrite_match(match: re.Match[str]) -> str:
-        name, value = match[1], match[2]
-        for setting in (*command.variables, *SETTINGS, *OPTIONS):
-            if setting.name == name:
-                # A variable may end its sentence; the full stop is no value.
-                end = value[-1:] if value[-1:] in (".", "?") else ""
-                return _write_option(setting, value.removesuffix(end)) + end
-        return match[0]  # A text in quotes, which has no name, or a name that is no variable.
-
-    return _ASSIGNED.sub(rewrite_match, text)
+    return rewrite_variables(text, (*command.variables, *SETTINGS, *OPTIONS), _write_option)
 
 
-def _write_option(setting: Setting, value: str) -> str:
-    """Return a variable and its value as a command line has them.
+def _write_option(setting: Setting, value: str | None) -> str:
+    """Return a variable and its value as a command line has them; None gives the option alone.
 
     For ARGS= and for a positional argument, this is the value alone. A switch has no value.
     """
-    option = option_name(setting)
+    option, value = option_name(setting), value or ""
     if setting.name == ARGS.name:
         return value.strip('"') or "further options"
     if not option.startswith("-"):
@@ -235,9 +227,6 @@ def _write_option(setting: Setting, value: str) -> str:
     if not value or setting.kind == SWITCH:
         return option
     return f"{option} {value}"
-
-
-_ASSIGNED = re.compile(r'\b([A-Z][A-Z_0-9]*)=("[^"]*"|[^\s"\',;:()]*)|"[^"]*"')
 
 
 def rewrite_for_parakit(text: str, command: Command | None) -> str:
@@ -256,15 +245,9 @@ def rewrite_for_parakit(text: str, command: Command | None) -> str:
         named = find_command(match[1].replace("<", "").replace(">", ""))
         return f"parakit {match[1]}" if named is not None and named.handler else match[0]
 
-    text = _MAKE_COMMAND.sub(to_parakit, text)
-    if text.startswith(WHAT_IF.name):
-        # The value of --what-if has make variables in it, whose names stay as the user wrote them.
-        return text.replace(f"{WHAT_IF.name}=", "--what-if ").replace(WHAT_IF.name, "--what-if")
-    return _SUBJECT.sub("--extra", rewrite_as_options(text, command or Command("", "", "")))
+    return rewrite_as_options(_MAKE_COMMAND.sub(to_parakit, text), command or Command("", "", ""))
 
 
-_SUBJECT = re.compile(r"^EXTRA(?= has )")
-"""The variable EXTRA where a message speaks of its flags."""
 _MAKE_COMMAND = re.compile(r"\bmake ([1-9a-z][\w<>…%-]*)")
 
 

@@ -97,7 +97,8 @@ def _split_command_line(argv: list[str]) -> tuple[str, list[str]]:
     if not has_targets or find_command(name) is not None:
         return name, arguments
     if not arguments:
-        raise ValueError(f"Name a target, for example: parakit {name} {_EXAMPLES[name]}")
+        called = f"make {name}-" if "MAKELEVEL" in os.environ else f"parakit {name} "
+        raise ValueError(f"Name a target, for example: {called}{_EXAMPLES[name]}")
     if arguments[0].startswith("-"):
         return name, arguments
     return f"{name}-{arguments[0]}", arguments[1:]

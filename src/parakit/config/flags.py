@@ -108,7 +108,9 @@ def find_invalid_numbers(arguments: Sequence[str]) -> dict[str, str]:
         try:
             parse(values[0])
         except ValueError:
-            sentences[name] = f"{name} {values[0][:40]} is not {description}."
+            sentences[name] = (
+                f"Megatron's flag {name} takes {description}, not '{values[0][:40]}'; correct the value."
+            )
     return sentences
 
 

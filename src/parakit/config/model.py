@@ -360,9 +360,7 @@ class Model:
     flags: tuple[str, ...]
     shape: ModelShape
     batch: Batch
-    """Batch of the one-device baseline; `strategy.scale_batch` scales the batch for other
-    strategies.
-    """
+    """Batch in the file; `batch.choose_batch` fits it to a strategy."""
     dtype: str
     """`fp16`, `bf16` or `fp32`, on a GPU."""
     dropout: float

@@ -433,45 +433,6 @@ def _parse_virtual_stages(flags: Flags, pipeline: int) -> int:
     return layers // pipeline // layers_per_virtual_stage
 
 
-def scale_batch(model_batch: Batch, parallelism: Parallelism) -> Batch:
-    """Return the batch of a model's baseline run, scaled for a strategy as in the published runs.
-
-    The global batch size is multiplied by the number of ranks, and the micro batch size by the
-    number of ranks that share one replica. So each device has as much work as in the baseline.
-    For micro and global batch size B of the baseline, DP 2 gets B and 2B, and TP 2 gets 2B and 2B.
-
-    If the schedule needs one micro batch per pipeline stage, the micro batch size is not
-    multiplied by the pipeline's degree. The iteration then has that many times more micro batches.
-    """
-    micro_batch_factor = parallelism.world_size // parallelism.data
-    if parallelism.needs_micro_batch_per_stage:
-        micro_batch_factor //= parallelism.pipeline
-    return Batch(
-        micro_batch_size=model_batch.micro_batch_size * micro_batch_factor,
-        global_batch_size=model_batch.global_batch_size * parallelism.world_size,
-    )
-
-
-BATCH_RULE = (
-    "the micro batch times the ranks of a replica (without PP's where stages interleave), the global "
-    "batch times all ranks"
-)
-"""The rule of `scale_batch` as text for users."""
-
-
-def describe_batch_scaling(model_batch: Batch, batch: Batch, parallelism: Parallelism) -> str:
-    """Return a sentence which says that the batch of the model file was scaled for the strategy.
-
-    The sentence is empty if `batch` is the batch of the model file, or is not the result of `scale_batch`.
-    """
-    if batch == model_batch or batch != scale_batch(model_batch, parallelism):
-        return ""
-    return (
-        f"Batch {batch} (micro/global): the model file's {model_batch}, scaled for the strategy as in the "
-        "published runs; MICRO_BATCH= and GLOBAL_BATCH= set others."
-    )
-
-
 _FSDP = {"--use-megatron-fsdp": True, "--ckpt-format": "fsdp_dtensor"}
 _SHARDING_FLAGS: dict[Sharding, dict[str, object]] = {
     Sharding.NONE: {},

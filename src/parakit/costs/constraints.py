@@ -14,7 +14,7 @@ from parakit.config.model import BLOCKS, round_up
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, DeviceKind, RunSpec
 from parakit.config.stages import EVEN_SPLIT, find_uneven_split
-from parakit.config.strategy import PipelineSchedule, strategy_name
+from parakit.config.strategy import Batch, PipelineSchedule, strategy_name
 from parakit.formatting.units import plural
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
@@ -208,6 +208,11 @@ def _context_rules(spec: RunSpec) -> Iterator[str]:
         )
 
 
+def _or_smaller(batch: Batch) -> str:
+    """Return the second remedy of a batch that does not fit; empty if no micro batch is smaller."""
+    return " or a smaller micro batch" if batch.micro_batch_size > 1 else ""
+
+
 def _batch_rules(spec: RunSpec) -> Iterator[str]:
     """Yield why the global batch does not fit micro batch, DP and schedule, one sentence per
     reason.
@@ -220,7 +225,7 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
         yield (
             f"The global batch of {batch.global_batch_size} is no multiple of {step} (micro batch "
             f"{batch.micro_batch_size} x DP {parallelism.data}); use "
-            f"{round_up(batch.global_batch_size, step)} or a smaller micro batch."
+            f"{round_up(batch.global_batch_size, step)}{_or_smaller(batch)}."
         )
         return
     count = batch.global_batch_size // step
@@ -241,7 +246,7 @@ def _batch_rules(spec: RunSpec) -> Iterator[str]:
         yield (
             f"PipeDream-2BW runs at least as many micro batches as its {parallelism.pipeline} stages "
             f"(arXiv:2006.09503 section 3.1), not {count}; use a global batch of "
-            f"{parallelism.pipeline * step} or a smaller micro batch."
+            f"{parallelism.pipeline * step}{_or_smaller(batch)}."
         )
 
 

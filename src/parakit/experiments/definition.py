@@ -28,7 +28,7 @@ class ExperimentFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     model: str = ""
     device: Literal["cpu", "gpu", "any"] = "any"
     devices: int = 2
-    batch: Literal["strategy", "model", "model_each_rank"] = "strategy"
+    batch: Literal["target", "model_each_rank"] = "target"
     defaults: dict[str, VariableValue] = {}
     on_cpu: dict[str, VariableValue] = {}
     on_gpu: dict[str, VariableValue] = {}

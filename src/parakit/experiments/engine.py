@@ -18,7 +18,7 @@ from parakit.config.files import ROOT, relative_to_root
 from parakit.data import open_dataset
 from parakit.experiments.definition import Cell, Experiment
 from parakit.experiments.runner import CellResult, Runner
-from parakit.formatting.terminal import say, say_markdown
+from parakit.formatting.terminal import say, say_markdown, spell_for_caller
 from parakit.formatting.units import plural
 from parakit.launch import (
     DRY_RUN_REFUSED,
@@ -214,7 +214,7 @@ def _print_dry_run(experiment: Experiment, output: Output, planned: PlannedCells
         try:
             _check_cells(planned, experiment)
         except LaunchError as error:
-            print(error, file=sys.stderr, flush=True)
+            print(spell_for_caller(str(error)), file=sys.stderr, flush=True)
             exit_code = DRY_RUN_REFUSED
     print(output.format_dry_run(planned), flush=True)
     return exit_code

@@ -377,10 +377,9 @@ class _Loader:
         """
         file = self.file
         default_fields: dict[str, Any] = {}
-        if file.batch != "strategy":
-            ranks = file.devices if file.batch == "model_each_rank" else 1
+        if file.batch == "model_each_rank":
             default_fields["micro_batch_size"] = model.batch.micro_batch_size
-            default_fields["global_batch_size"] = model.batch.global_batch_size * ranks
+            default_fields["global_batch_size"] = model.batch.global_batch_size * file.devices
         default_fields |= self._parse_fields(file.defaults)
         device_variables = file.on_cpu if device is DeviceKind.CPU else file.on_gpu
         default_fields |= self._parse_fields(device_variables)

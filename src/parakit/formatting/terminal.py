@@ -5,18 +5,38 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
+_rewrite: ContextVar[Callable[[str], str]] = ContextVar("rewrite", default=str)
+
+
+@contextmanager
+def spelled_for_caller(rewrite: Callable[[str], str]) -> Iterator[None]:
+    """Let `spell_for_caller` and every `CallerConsole` rewrite texts with a function in the `with` block."""
+    token = _rewrite.set(rewrite)
+    try:
+        yield
+    finally:
+        _rewrite.reset(token)
+
+
+def spell_for_caller(text: str) -> str:
+    """Return a text that names variables and commands as the caller of the command writes them."""
+    return _rewrite.get()(text)
+
+
 def wide_console(columns: int = 140) -> Console:
     """Return a console with the terminal's width; output to a file or a pipe has `columns` columns."""
-    from rich.console import Console
+    from parakit.formatting.console import CallerConsole
 
-    return Console(width=None if sys.stdout.isatty() else columns)
+    return CallerConsole(width=None if sys.stdout.isatty() else columns)
 
 
 def say(console: Console, text: str, style: str | None = None) -> None:

@@ -332,7 +332,9 @@ def _list_files(paths: Sequence[Path]) -> Iterator[Path]:
     """
     for path in paths:
         if not path.exists():
-            raise UnreadableDumpError(f"DUMPS={path} does not exist.")
+            raise UnreadableDumpError(
+                f"DUMPS={path} does not exist; name the files that the job left, or their folder."
+            )
         candidates = sorted(path.rglob("*")) if path.is_dir() else [path]
         for candidate in candidates:
             if candidate.is_file() and candidate.suffix not in _SKIPPED_SUFFIXES:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from parakit.config.batch import choose_samples
 from parakit.config.errors import LaunchError
 from parakit.config.files import USER_MEASUREMENTS_FILE
 from parakit.config.flags import Flags
@@ -26,7 +27,7 @@ from parakit.config.run import (
     searched_flags,
     spec_from_model,
 )
-from parakit.config.strategy import Batch, Parallelism, scale_batch, strategy_flags
+from parakit.config.strategy import Batch, Parallelism, strategy_flags
 from parakit.formatting.units import ms
 from parakit.launch.calibrate import calibrate, calibration_conditions, find_local_device
 from parakit.launch.compose import adapt_model_to_data
@@ -98,8 +99,7 @@ def build_request(job: Job, device: Device, calibration: Calibration) -> Request
     options = job.options
     # The data set decides the vocabulary that is trained, and so the model's size.
     model = adapt_model_to_data(job.model, (), options.data or DEFAULT_DATA[job.device])
-    published_batch = scale_batch(model.batch, Parallelism(data=job.devices))
-    samples = options.global_batch_size or published_batch.global_batch_size
+    samples = options.global_batch_size or choose_samples(model, job.devices)
     template = _build_template(model, samples, options)
     execution, cores = Execution(), None
     if job.device is DeviceKind.CPU:

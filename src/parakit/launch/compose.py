@@ -14,6 +14,7 @@ from pathlib import Path
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, CodeHashes, MegatronEntry
 from parakit.cluster import IMAGE_PYTHON, LOOPBACK, Nodes, data_folders
+from parakit.config.batch import choose_batch
 from parakit.config.blend import BlendPart, parse_blend
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
@@ -35,7 +36,7 @@ from parakit.config.model import (
     replace_vocabulary,
 )
 from parakit.config.run import Backend, DeviceKind, RunSpec, spec_from_flags
-from parakit.config.strategy import UNTIED, Parallelism, parallelism_from_flags, scale_batch
+from parakit.config.strategy import UNTIED, Parallelism, parallelism_from_flags
 from parakit.config.variables import INTERFACES
 from parakit.data import SPLIT_FLAG
 from parakit.launch.code import find_entry, identify_code
@@ -266,7 +267,7 @@ def compose_launch(job: Job, runtime: Runtime = ON_HOST) -> Launch:
         job.flags,
         runtime_flags(device, parallelism, runtime, options, model),
         sharding_flags(parallelism, entry),
-        _batch_flags(model, parallelism, options),
+        _batch_flags(job, model, parallelism),
         _data_flags(data, model, model_flags, (*job.flags, *extra)),
         null_tokenizer_flags(model.shape.vocabulary, entry.megatron_version),
         _start_flags(checkpoint, model, parallelism),
@@ -331,16 +332,20 @@ def _choose_initial_checkpoint(job: Job, model: Model, entry: MegatronEntry) -> 
     return initial_checkpoint_path(model, entry, options, is_untied)
 
 
-def _batch_flags(model: Model, parallelism: Parallelism, options: Options) -> tuple[str, ...]:
-    """Return the flags of batch sizes, dropout and seed.
-
-    Batch sizes that the options do not set are those of the model, scaled by `scale_batch` as in the published runs.
-    """
-    scaled_batch = scale_batch(model.batch, parallelism)
+def _batch_flags(job: Job, model: Model, parallelism: Parallelism) -> tuple[str, ...]:
+    """Return the flags of batch sizes, dropout and seed."""
+    options = job.options
+    batch = choose_batch(
+        model,
+        parallelism,
+        job.device,
+        micro_batch_size=options.micro_batch_size,
+        global_batch_size=options.global_batch_size,
+    )
     return format_flags(
         {
-            "--micro-batch-size": options.micro_batch_size or scaled_batch.micro_batch_size,
-            "--global-batch-size": options.global_batch_size or scaled_batch.global_batch_size,
+            "--micro-batch-size": batch.micro_batch_size,
+            "--global-batch-size": batch.global_batch_size,
             "--attention-dropout": options.dropout,
             "--hidden-dropout": options.dropout,
             "--seed": options.seed,

@@ -9,6 +9,7 @@ from operator import itemgetter
 import psutil
 from rich.console import Console
 
+from parakit.config.batch import choose_batch
 from parakit.config.model import (
     ALIASES,
     GPT2_VOCABULARY,
@@ -18,15 +19,13 @@ from parakit.config.model import (
     model_names,
     replace_vocabulary,
 )
-from parakit.config.run import adapt_to_cpu_ranks, spec_from_model
+from parakit.config.run import DeviceKind, adapt_to_cpu_ranks, spec_from_model
 from parakit.config.strategy import (
-    BATCH_RULE,
     EXPERT_STRATEGIES,
     PUBLISHED_STRATEGIES,
     Parallelism,
     count_devices,
     parse_strategy,
-    scale_batch,
 )
 from parakit.costs import (
     active_parameters,
@@ -39,6 +38,13 @@ from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.units import count, gib
 from parakit.launch.devices import Gpu, visible_gpus
 from parakit.planner import Fit, judge_fit
+
+_BATCH_SENTENCES = (
+    "batch is micro/global. Every strategy trains this global batch, rounded up to a multiple of its ranks. "
+    "MICRO_BATCH= and GLOBAL_BATCH= set others. "
+    "The published runs of gpt2-large train their published batches."
+)
+"""Text below the table of models."""
 
 MEANING = {
     "baseline": "one device",
@@ -75,7 +81,7 @@ def print_list(console: Console) -> None:
     models = sorted(map(load_model, model_names()), key=lambda model: total_parameters(model.shape))
     console.print(rich_table(_models_table(models, available_bytes, gpus), console.width))
     console.print(_describe_vocabulary_sizes(models), highlight=False)
-    console.print(_describe_batch_scaling(models[0]), highlight=False)
+    console.print(_BATCH_SENTENCES, highlight=False)
     for name, size in PUBLISHED_SIZES.items():
         console.print(_describe_published_size(load_model(name), size), highlight=False)
     console.print(
@@ -127,15 +133,6 @@ def _describe_published_size(model: Model, size: str) -> str:
     )
 
 
-def _describe_batch_scaling(model: Model) -> str:
-    """Return the sentences that say how a strategy scales a model file's batch, with one example."""
-    scaled = scale_batch(model.batch, parse_strategy("tp2", 2))
-    return (
-        f"batch is a baseline's, micro/global. A strategy scales it, {BATCH_RULE}: tp2 of "
-        f"{model.name} trains {scaled}. MICRO_BATCH= and GLOBAL_BATCH= set others."
-    )
-
-
 def list_cpu_strategies(model: Model, available_bytes: int) -> tuple[str, ...]:
     """Return the named strategies that fit into this machine's free memory on CPU ranks, with the model's batch."""
     return tuple(
@@ -169,7 +166,7 @@ def _fits_in_memory(
     """
     devices = count_devices(strategy)
     parallelism = parse_strategy(strategy, devices)
-    batch = scale_batch(model.batch, parallelism)
+    batch = choose_batch(model, parallelism, DeviceKind.CPU if on_cpu else DeviceKind.GPU)
     spec = spec_from_model(model, parallelism, batch)
     if on_cpu:
         spec = adapt_to_cpu_ranks(spec)

@@ -8,7 +8,6 @@ is resumed as a new run too. It holds the optimizer states as the new strategy s
 
 from __future__ import annotations
 
-import math
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from rich.console import Console
 
 from parakit.artifacts.run import CHECKPOINTS_FOLDER, MegatronEntry, RunRecord
 from parakit.checkpoint import read_contents
+from parakit.config.batch import fit_micro_batch
 from parakit.config.blend import format_blend, pair_weights
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
@@ -197,7 +197,8 @@ def _restore_options(
     return replace(
         options,
         iterations=iterations,
-        micro_batch_size=options.micro_batch_size or _fit_micro_batch(record, parallelism),
+        micro_batch_size=options.micro_batch_size
+        or fit_micro_batch(record.spec.batch, parallelism),
         global_batch_size=record.spec.batch.global_batch_size,
         data=data,
         extra=merge_flags(recorded_flags, options.extra),
@@ -235,15 +236,6 @@ def _refuse_iterations(
             f"{record.run} has samples for --train-iters {sampled}, and ITERS={iterations} is more; "
             f'EXTRA="--train-iters {iterations}" trains further, with its samples in another order.'
         )
-
-
-def _fit_micro_batch(record: RunRecord, parallelism: Parallelism) -> int:
-    """Return the largest micro batch size that divides the run's own and the samples of a data-parallel rank.
-
-    The global batch size of the run stays, so a data-parallel rank of another parallelism has other samples.
-    """
-    samples_per_rank = max(1, record.spec.batch.global_batch_size // parallelism.data)
-    return math.gcd(record.spec.batch.micro_batch_size, samples_per_rank)
 
 
 def _restore_runtime(record: RunRecord, options: Options) -> Options:

@@ -199,10 +199,10 @@ def run_module(module_arguments: Sequence[str], options: Options, text: str = ""
     Args:
         module_arguments: The module and its arguments.
         options: RUNTIME=, IMAGE= and DRY_RUN= count.
-        text: A file that the module reads. A dry run refuses it as the module would.
+        text: A file that the module reads (INPUT=), which is refused here if it is missing.
 
     Raises:
-        LaunchError: The container or the program cannot be started, or a dry run finds no input.
+        LaunchError: The container or the program cannot be started, or there is no input.
     """
     name = options.runtime or default_runtime()
     container = None
@@ -213,7 +213,7 @@ def run_module(module_arguments: Sequence[str], options: Options, text: str = ""
         command = container.wrap((IMAGE_PYTHON, "-m", *module_arguments), ())
     if options.dry_run:
         print(shlex.join(command))
-        _check_input(text)
+    _check_input(text)
     if container is not None:
         problems = refusal_sentences(container.check(find_pair(options.image).ngc_tag))
         if problems:
@@ -227,7 +227,7 @@ def run_module(module_arguments: Sequence[str], options: Options, text: str = ""
 
 
 def _check_input(text: str) -> None:
-    """Raise the LaunchError with which `tools.preprocess` would refuse the text that it is to read."""
+    """Raise the LaunchError with which `tools.preprocess` would refuse the text of INPUT=."""
     from parakit.data import (
         HUB_PREFIX,
         DatasetError,
@@ -237,7 +237,7 @@ def _check_input(text: str) -> None:
     try:
         find_input_files([text] if text and not text.startswith(HUB_PREFIX) else [])
     except DatasetError as error:
-        raise LaunchError(str(error)) from None
+        raise LaunchError(str(error).replace("--input ", "INPUT=")) from None
 
 
 def module_container(

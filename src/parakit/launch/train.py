@@ -18,13 +18,14 @@ from megatron_patches.context import is_known
 from parakit.artifacts.run import LOG_FILE, Status, StatusRecord
 from parakit.cluster import Nodes, installed_versions, node_folder
 from parakit.config import settings, variables
+from parakit.config.batch import describe_batch_choice
 from parakit.config.errors import LaunchError
 from parakit.config.files import ROOT, relative_to_root
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags, unlisted_flags, values_by_flag
 from parakit.config.model import load_model, merge_training_flags
 from parakit.config.run import Backend, DeviceKind
-from parakit.config.strategy import describe_batch_scaling, parse_strategy
+from parakit.config.strategy import parse_strategy
 from parakit.costs import explain_vocabulary_change
 from parakit.data import (
     EVAL_ITERATIONS_FLAG,
@@ -35,6 +36,7 @@ from parakit.data import (
     open_dataset,
     sizes_sentence,
 )
+from parakit.formatting.terminal import spell_for_caller
 from parakit.formatting.units import number, plural
 from parakit.launch.backends import adapt_to_backend
 from parakit.launch.checkpoints import resume_if_saved
@@ -174,7 +176,7 @@ def print_dry_run(launch: Launch) -> int:
     try:
         check_launch(launch)
     except LaunchError as error:
-        print(error, file=sys.stderr, flush=True)
+        print(spell_for_caller(str(error)), file=sys.stderr, flush=True)
         exit_code = DRY_RUN_REFUSED
     print(format_command_line(launch), flush=True)
     sentences = (
@@ -184,7 +186,7 @@ def print_dry_run(launch: Launch) -> int:
         _unknown_flags_sentence(launch),
     )
     for sentence in filter(None, sentences):
-        print(f"# {sentence}", flush=True)
+        print(f"# {spell_for_caller(sentence)}", flush=True)
     return exit_code
 
 
@@ -376,7 +378,7 @@ def list_differences(launch: Launch) -> tuple[str, ...]:
     sentences = (
         describe_vocabulary_change(launch),
         describe_chosen_split(launch),
-        describe_batch_scaling(launch.job.model.batch, spec.batch, spec.parallelism),
+        describe_batch_choice(launch.job.model, spec.batch, spec.parallelism, spec.device),
         _schedule_sentence(launch),
         _unknown_flags_sentence(launch),
     )

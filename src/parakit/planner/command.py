@@ -9,7 +9,7 @@ import json
 import sys
 from argparse import Namespace
 
-from parakit.formatting.terminal import wide_console
+from parakit.formatting.terminal import spell_for_caller, wide_console
 from parakit.planner.largest import show_largest
 from parakit.planner.measured_step import resolve_measured_step
 from parakit.planner.one_strategy import (
@@ -77,7 +77,7 @@ def _rank_strategies(options: PlanOptions, variables: Namespace) -> int:
     try:
         result = plan_strategies(options)
     except NothingFitsError as error:
-        print(error, file=sys.stderr)
+        print(spell_for_caller(str(error)), file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(result.to_dict(), indent=2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from parakit.config.batch import choose_batch
 from parakit.config.flag_table import flags_with_role
 from parakit.config.flags import Flags
 from parakit.config.hardware import device_by_key
@@ -17,7 +19,6 @@ from parakit.config.run import RunSpec
 from parakit.config.setting import SettingError, parse_setting, refuse_renamed
 from parakit.config.stages import parse_stage_split
 from parakit.config.strategy import (
-    Batch,
     Parallelism,
     StrategyError,
     count_devices,
@@ -106,6 +107,7 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     parallelism = _parse_named_strategy(options)
     request = build_request(replace(options, gpus=parallelism.world_size))
     spec = _build_spec(options, request, parallelism)
+    request = replace(request, global_batch=spec.batch.global_batch_size)
     problems = list(find_violations(spec))
     if request.cluster.execution.overlap_experts:
         problems += filter(None, [explain_refused_overlap(spec)])
@@ -168,12 +170,20 @@ def _build_spec(options: PlanOptions, request: Request, parallelism: Parallelism
     from the layout of stages in the flags.
     """
     template, flags = request.template, Flags(request.extra)
-    micro_batch_size = options.micro_batch or request.model.batch.micro_batch_size
     degree = ("--pipeline-model-parallel-size", str(parallelism.pipeline))
     stages = parse_stage_split(Flags([*request.model.flags, *request.extra, *degree]))
     if parallelism.virtual_stages == 1:
         virtual_stages = stages.virtual_stages_in_layout(parallelism.pipeline)
         parallelism = replace(parallelism, virtual_stages=virtual_stages)
+    # A file with a single sample states no batch. The request then has an assumed one.
+    states_batch = request.model.batch.global_batch_size > 1
+    batch = choose_batch(
+        request.model,
+        parallelism,
+        template.device,
+        micro_batch_size=options.micro_batch,
+        global_batch_size=options.global_batch if states_batch else request.global_batch,
+    )
     has_recompute_flags = any(map(flags.has, flags_with_role("recompute")))
     recompute = template.recompute
     if options.recompute and not has_recompute_flags:
@@ -182,7 +192,7 @@ def _build_spec(options: PlanOptions, request: Request, parallelism: Parallelism
     return replace(
         template,
         parallelism=parallelism,
-        batch=Batch(micro_batch_size, request.global_batch),
+        batch=batch,
         recompute=recompute,
         stages=stages,
         cp_comm_type=comm_type,
@@ -213,16 +223,19 @@ def apply_what_if(options: PlanOptions, text: str, variable: str = "WHAT_IF") ->
                 refuse_renamed(name)
             if not value or name not in known:
                 near = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.5)
-                hint = f"did you mean {near[0]}=?" if near else 'write it as "GPU=b200".'
+                hint = f'did you mean "{near[0]}="?' if near else 'write it as "GPU=b200".'
                 raise RequestError(
-                    f"{variable} has {word}, which changes nothing of a strategy; {hint}"
+                    f'{variable} has "{word}", which changes nothing of a strategy; {hint}'
                 )
             changed[name.lower()] = parse_setting(known[name], value)
         except SettingError as error:
-            raise RequestError(f"{variable}: {error}") from None
+            # Variables inside of WHAT_IF= are the user's own words, which quotes keep from being rewritten.
+            raise RequestError(f"{variable}: {_ASSIGNMENT.sub(_QUOTED, str(error))}") from None
     return replace(options, **changed)
 
 
+_ASSIGNMENT, _QUOTED = re.compile(r"\b[A-Z][A-Z_]*=(?:[^\s;]*[^\s;.])?"), r'"\g<0>"'
+"""Pattern of a variable with its value in a sentence, and its replacement."""
 _NOT_COMPARED = {"WHAT_IF", "SVG", "JSON", "TOKENS", "VERIFY", "ALPA", "LARGEST", "READINGS"}
 """Variables of `make plan` that WHAT_IF cannot change, because they are not of one strategy."""
 

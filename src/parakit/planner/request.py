@@ -6,6 +6,7 @@ import math
 import shlex
 from dataclasses import replace
 
+from parakit.config.batch import choose_samples
 from parakit.config.experts import max_imbalance, parse_expert_load
 from parakit.config.flag_table import FLAGS, flags_planned_as, flags_with_role
 from parakit.config.flags import Flags, drop_flags, merge_flags, refuse_misspelled_flags
@@ -19,7 +20,7 @@ from parakit.config.model import (
     training_flags,
 )
 from parakit.config.run import DeviceKind, RunSpec, adapt_to_cpu_ranks, spec_from_flags
-from parakit.config.strategy import Batch, Parallelism, scale_batch
+from parakit.config.strategy import Batch, Parallelism
 from parakit.costs import PRECISIONS, total_parameters
 from parakit.formatting.units import plural
 from parakit.planner.calibration import calibrate_from_text, load_calibration
@@ -131,9 +132,8 @@ def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> t
     """Return the global batch, and a phrase that says where an assumed batch comes from.
 
     The phrase is empty if the options state the batch. Otherwise the batch is that of the model's file, if the file
-    states one. A user's own file states the full global batch. A file of the kit states the batch of one device, which
-    is multiplied by the number of devices, and one sample states nothing. Without a stated batch, `usual_batch` is
-    taken.
+    states one. The batch of a user's own file is not changed. That of a file of the kit is rounded up to a multiple of
+    the devices, and one sample states nothing. Without a stated batch, `usual_batch` is taken.
 
     Raises:
         RequestError: The batch is below 1.
@@ -146,9 +146,9 @@ def _resolve_global_batch(options: PlanOptions, model: Model, devices: int) -> t
     if model.source and Flags(model.flags).has("--global-batch-size"):
         return stated, "the batch of the model's file"
     if stated > 1 or options.gpu == "cpu":
-        batch = scale_batch(model.batch, Parallelism(data=devices))
-        per_device = plural(stated, "sequence")
-        return batch.global_batch_size, f"{per_device} per device, the batch of the model's file"
+        batch = choose_samples(model, devices)
+        rounded = "" if batch == stated else ", rounded up to a multiple of the devices"
+        return batch, f"the batch of the model's file{rounded}"
     seq_length = options.seq or model.shape.seq_length
     return usual_batch(seq_length, devices), "about 4 million tokens, which is assumed"
 

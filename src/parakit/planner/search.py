@@ -21,12 +21,13 @@ from itertools import count
 from math import exp, inf
 from typing import NamedTuple
 
+from parakit.config.batch import choose_batch
 from parakit.config.model import Model
 from parakit.config.recompute import Recompute
 from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import RunSpec
 from parakit.config.stages import virtual_degrees
-from parakit.config.strategy import Batch, Parallelism, parse_strategy, scale_batch, strategy_name
+from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
 from parakit.costs import (
     PredictedMemory,
     find_peak_rank,
@@ -611,17 +612,22 @@ def _nth_fastest_seconds(candidates: Iterable[Candidate], number: int) -> float:
 def evaluate_single_axis_strategies(request: Request) -> list[Candidate]:
     """Return the legal strategies with one kind of parallelism over all devices, fastest first.
 
-    Their batch is the model's batch, scaled with the devices as the kit does. A strategy is left out if this batch
-    differs from the requested global batch. On one device the baseline is the only strategy.
+    They train the requested global batch in the micro batches of `choose_batch`. On one device the baseline is the
+    only strategy.
     """
     devices = request.cluster.devices
     names = ["baseline"] if devices == 1 else [f"{code}{devices}" for code in SINGLE_AXIS_CODES]
     candidates = []
     for name in names:
         parallelism = parse_strategy(name, devices, request.template.parallelism.expert_tensor)
-        batch = scale_batch(request.model.batch, parallelism)
+        batch = choose_batch(
+            request.model,
+            parallelism,
+            request.template.device,
+            global_batch_size=request.global_batch,
+        )
         spec = replace(request.template, parallelism=parallelism, batch=batch)
-        if batch.global_batch_size == request.global_batch and not find_violations(spec):
+        if not find_violations(spec):
             candidates.append(evaluate_configuration(request, spec))
     return sorted(candidates, key=lambda candidate: candidate.seconds.total)
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from rich.console import Console
 
+from parakit.config.batch import choose_batch
 from parakit.config.flags import drop_flags, merge_flags, unlisted_flags
 from parakit.config.model import GPT2_VOCABULARY, Model
 from parakit.config.run import RunSpec, searched_flags
-from parakit.config.strategy import scale_batch, strategy_name
+from parakit.config.strategy import strategy_name
 from parakit.costs import (
     COMPONENTS,
     MEMORY_ASSUMPTIONS,
@@ -147,9 +148,7 @@ def print_tables(plan: Plan, console: Console) -> None:
         _print_ranking(_build_ranking([plan.lightest], "The least memory"), console)
     single_axis = evaluate_single_axis_strategies(plan.request)
     if single_axis:
-        title = (
-            "One kind of parallelism with the default micro batch, as make train-<strategy> runs it"
-        )
+        title = "One kind of parallelism alone, with the default micro batch"
         _print_ranking(_build_ranking(single_axis, title), console)
         few_micro_batches = single_micro_batch_sentence(single_axis)
         if few_micro_batches:
@@ -338,12 +337,15 @@ def make_command(model: Model, spec: RunSpec, extra: Sequence[str] = ()) -> str:
     parallelism, batch = spec.parallelism, spec.batch
     strategy = strategy_name(spec.flagged_parallelism)
     target = f"train-{strategy}-{model.name}-{parallelism.world_size}{spec.device}"
-    default_batch = scale_batch(model.batch, parallelism)
+    default_batch = choose_batch(model, parallelism, spec.device)
     arguments = ["make", target]
-    if batch.micro_batch_size != default_batch.micro_batch_size:
-        arguments.append(f"MICRO_BATCH={batch.micro_batch_size}")
     if batch.global_batch_size != default_batch.global_batch_size:
         arguments.append(f"GLOBAL_BATCH={batch.global_batch_size}")
+        default_batch = choose_batch(
+            model, parallelism, spec.device, global_batch_size=batch.global_batch_size
+        )
+    if batch.micro_batch_size != default_batch.micro_batch_size:
+        arguments.append(f"MICRO_BATCH={batch.micro_batch_size}")
     # The strategy's name has the expert tensor parallelism.
     flags = [*drop_flags(extra, {EXPERT_TENSOR}), *searched_flags(spec)]
     if spec.dtype not in {model.dtype, "fp32"}:

@@ -68,8 +68,7 @@ def report(variables: Namespace) -> int:
         raise ValueError(
             "--json (JSON=) needs --scrape; the figures of a report are in its results.json."
         )
-    from rich.console import Console
-
+    from parakit.formatting.console import CallerConsole
     from parakit.reporting.build import build
 
     options = replace(
@@ -82,7 +81,7 @@ def report(variables: Namespace) -> int:
         all_conditions=variables.all,
         readings=variables.readings,
     )
-    return build(options, Console(highlight=False))
+    return build(options, CallerConsole(highlight=False))
 
 
 def report_options(logs: Sequence[str], device: str | None) -> BuildOptions:
@@ -172,11 +171,10 @@ def report_arguments(parser: ArgumentParser) -> None:
 
 def explain(run: Sequence[str], runs: Path) -> int:
     """Print from the runs' measurements what each strategy costs; return 1 if there is no run."""
-    from rich.console import Console
-
+    from parakit.formatting.console import CallerConsole
     from parakit.reporting.explain.explanation import explain_runs
 
-    return explain_runs([Path(path) for path in run], runs, Console(highlight=False))
+    return explain_runs([Path(path) for path in run], runs, CallerConsole(highlight=False))
 
 
 def trace(run: str | None, runs: Path) -> int:
@@ -186,8 +184,7 @@ def trace(run: str | None, runs: Path) -> int:
         run: A run folder, or a target whose newest run is drawn; None takes the newest run of all.
         runs: Folder of all runs.
     """
-    from rich.console import Console
-
+    from parakit.formatting.console import CallerConsole
     from parakit.reporting.explain.timelines import trace_run
 
-    return trace_run(run, runs, Console(highlight=False))
+    return trace_run(run, runs, CallerConsole(highlight=False))

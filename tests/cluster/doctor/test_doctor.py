@@ -95,3 +95,18 @@ def test_missing_python_is_reported_by_the_shell_with_what_to_install(bin_folder
     )
     assert answer.returncode == 1
     assert answer.stderr.startswith("fail  Python  none from 3.6 on was found")
+
+
+def test_an_unknown_launcher_is_refused_before_any_check() -> None:
+    answer = subprocess.run(
+        (str(ROOT / "tools/doctor.sh"),),
+        env={"PATH": "/usr/bin:/bin", "LAUNCHER": "slurmm"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert answer.returncode == 2
+    assert answer.stdout == ""
+    assert answer.stderr == (
+        "LAUNCHER=slurmm is not torchrun or slurm; LAUNCHER=slurm checks a cluster's nodes.\n"
+    )

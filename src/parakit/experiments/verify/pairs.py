@@ -116,8 +116,13 @@ def parse_pair(target: str, variables: Namespace, options: Options) -> LaunchPai
         LaunchError: The target does not have this form, or names an unknown strategy or model.
     """
     get_argument = vars(variables).get
+    try:
+        job = parse_target("train-" + target.removeprefix(PREFIX), options)
+    except LaunchError as error:
+        # The sentence names the target that the user wrote, and suggests targets of verifications.
+        raise LaunchError(str(error).replace("train-", PREFIX)) from None
     return LaunchPair(
-        parse_target("train-" + target.removeprefix(PREFIX), options),
+        job,
         reference=get_argument("reference") or "",
         flags=get_argument("extra_b") or (),
         megatron_lm=get_argument("megatron_lm_b"),

@@ -16,10 +16,11 @@ import msgspec
 from rich.console import Console
 
 from parakit.artifacts.measurements import CallSummary
+from parakit.config.batch import choose_batch
 from parakit.config.flags import refuse_misspelled_flags
 from parakit.config.model import Model, find_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec, spec_from_model
+from parakit.config.run import DeviceKind, RunSpec, spec_from_model
 from parakit.config.strategy import (
     Batch,
     Parallelism,
@@ -107,8 +108,8 @@ def _parse_parallelism(arguments: Namespace, model: Model) -> Parallelism:
 def _build_spec(arguments: Namespace, model: Model) -> RunSpec:
     """Return the run that a command line describes.
 
-    Without `--global-batch`, each replica has two micro batches per pipeline stage. Other options that are absent
-    have the values of the model.
+    Without `--micro-batch`, the micro batch is that of training. Without `--global-batch`, each replica has two micro
+    batches per pipeline stage. Other options that are absent have the values of the model.
 
     Raises:
         DryRunError: The dtype is unknown, or the command line has both STRATEGY= and single sizes.
@@ -117,7 +118,13 @@ def _build_spec(arguments: Namespace, model: Model) -> RunSpec:
     dtype = arguments.dtype or model.dtype
     if dtype not in PRECISIONS:
         raise DryRunError(f"There is no dtype '{dtype}'; use {', '.join(PRECISIONS)}.")
-    micro_batch = arguments.micro_batch or model.batch.micro_batch_size
+    micro_batch = choose_batch(
+        model,
+        parallelism,
+        DeviceKind.GPU,
+        micro_batch_size=arguments.micro_batch,
+        global_batch_size=arguments.global_batch,
+    ).micro_batch_size
     # With twice as many micro batches as stages the schedule reaches its steady state.
     global_batch = arguments.global_batch or (
         micro_batch * parallelism.data * 2 * parallelism.pipeline

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from parakit.config.batch import choose_batch
 from parakit.config.hardware import device_by_key, link_by_key
 from parakit.config.model import load_model
 from parakit.config.published import MAIN_SOURCE, Figure, load_published
-from parakit.config.run import RunSpec, spec_from_model
-from parakit.config.strategy import count_devices, parse_strategy, scale_batch
+from parakit.config.run import DeviceKind, RunSpec, spec_from_model
+from parakit.config.strategy import count_devices, parse_strategy
 from parakit.costs import total_parameters
 from parakit.planner.readings.reading_to_spec import MeasuredRun
 from parakit.planner.readings.table import PublishedMeasurement
@@ -24,7 +25,7 @@ def h200_figures() -> tuple[Figure, ...]:
 def h200_spec(strategy: str) -> RunSpec:
     """Return the published run of gpt2-large with a strategy such as `dp2`."""
     model, split = load_model("gpt2-large"), parse_strategy(strategy, count_devices(strategy))
-    return spec_from_model(model, split, scale_batch(model.batch, split))
+    return spec_from_model(model, split, choose_batch(model, split, DeviceKind.GPU))
 
 
 def usual_cluster(gpu: str, devices: int) -> Cluster:

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 from parakit.artifacts.run import Status
 from parakit.config.run import RunSpec
-from parakit.config.strategy import BATCH_RULE, Parallelism, scale_batch
 from parakit.formatting.units import joined, number, plural, signed_percent
 from parakit.logs import Run
 from parakit.reporting.analyse.comparability import (
@@ -511,19 +510,10 @@ def _cut(value: str) -> str:
 
 
 def _different_batches(reference: RunSpec | None, other: RunSpec | None) -> str:
-    """Return, in brackets, the different batches of two runs, and whether the published rule explains them.
-
-    The text is empty if the batches are equal or one of them is unknown.
-    """
+    """Return, in brackets, the different batches of two runs; empty if they are equal or one of them is unknown."""
     if reference is None or other is None or reference.batch == other.batch:
         return ""
-    text = f" (batch {reference.batch} | {other.batch}"
-    is_scaled = other.batch == scale_batch(reference.batch, other.parallelism)
-    if reference.parallelism == Parallelism() and is_scaled:
-        text += (
-            f", scaled as published: {BATCH_RULE}; MICRO_BATCH= and GLOBAL_BATCH= set one for all"
-        )
-    return f"{text})"
+    return f" (batch {reference.batch} | {other.batch})"
 
 
 def _describe_endings(entry: Entry) -> Iterator[str]:

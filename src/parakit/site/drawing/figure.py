@@ -14,14 +14,12 @@ from pathlib import Path
 
 from parakit.config.groups import Group, group_size
 from parakit.config.hardware import load_hardware
-from parakit.config.model import load_model, model_names
+from parakit.config.model import model_names
 from parakit.config.run import DeviceKind, RunSpec
 from parakit.config.strategy import (
     EXAMPLE_STRATEGIES,
     Parallelism,
     count_devices,
-    parse_strategy,
-    scale_batch,
 )
 from parakit.costs import rank_collectives, total_wire_bytes
 from parakit.formatting.html import environment
@@ -178,15 +176,13 @@ def resolve_run(
     Raises:
         ValueError: There is no such model, strategy or device, or Megatron refuses the run; one sentence.
     """
-    devices = devices or count_devices(strategy)
-    batch = scale_batch(load_model(model).batch, parse_strategy(strategy, devices))
     options = PlanOptions(
         model=model,
         gpu=device,
-        gpus=devices,
+        gpus=devices or count_devices(strategy),
         strategy=strategy,
-        micro_batch=micro_batch or batch.micro_batch_size,
-        global_batch=global_batch or batch.global_batch_size,
+        micro_batch=micro_batch,
+        global_batch=global_batch,
     )
     return time_strategy(options).candidate.spec
 
