@@ -100,7 +100,7 @@ def test_variables_and_options_give_equal_arguments() -> None:
     by_words = parse_arguments(command, options, "parakit plan")
     texts = {"MODEL": "gpt2-large", "GPUS": "2", "JSON": "1"}
     assert vars(by_make) == {**vars(by_words), "texts": texts}
-    assert (by_words.gpus, by_words.gpu, by_words.json, by_words.svg) == (2, "h200", True, None)
+    assert (by_words.gpus, by_words.gpu, by_words.json, by_words.svg) == ((2,), "h200", True, None)
 
 
 @pytest.mark.parametrize(

@@ -179,8 +179,8 @@ def test_refusals_name_variables_where_make_called(
 @pytest.mark.parametrize(
     ("level", "launch"),
     [
-        ("", r"^parakit train-\S+-gpt2-large-2gpu --global-batch 128\b"),
-        ("1", r"^make train-\S+-gpt2-large-2gpu GLOBAL_BATCH=128\b"),
+        ("", r"^ *parakit train-\S+-gpt2-large-2gpu --global-batch 128\b"),
+        ("1", r"^ *make train-\S+-gpt2-large-2gpu GLOBAL_BATCH=128\b"),
     ],
 )
 def test_next_command_of_a_plan_is_written_as_the_caller_writes(

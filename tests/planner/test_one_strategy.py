@@ -309,9 +309,9 @@ def test_reason_for_ignoring_a_flag_is_printed(
     assert main(["--model", str(file), "--gpus", "4", "--gpu", "h100", extra]) == 0
     output = " ".join(capsys.readouterr().out.split())
     assert (
-        "Not part of the prediction: --tensor-model-parallel-size (--strategy sets it), "
+        "Not counted --tensor-model-parallel-size (--strategy sets it), "
         "--attention-softmax-in-fp32 (no formula counts it), "
-        "--cp-comm-type (a search chooses it; --strategy takes it), "
+        "--cp-comm-type (a search chooses it; --strategy takes it) and "
         "--app-tag-run-name (not known to this kit)."
     ) in output
 

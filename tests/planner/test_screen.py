@@ -63,7 +63,7 @@ def test_screen_has_the_kits_command_and_torchrun_with_the_planned_flags(
 ) -> None:
     screen = print_plan("--model gpt2-large --gpus 16 --gpu a100-80g", capsys)
     commands = [line.strip() for line in screen.partition("Run it\n")[2].splitlines()]
-    assert commands[0].startswith("make train-")
+    assert commands[0].startswith("parakit train-")
     assert "torchrun --nnodes 2 " in commands[1]
     assert "pretrain_gpt.py $MODEL_FLAGS --" in commands[1]
 
@@ -73,7 +73,7 @@ def test_a_published_model_without_data_has_no_warning_on_its_vocabulary(
 ) -> None:
     screen = print_plan("--model qwen3-30b-a3b --gpus 16 --gpu h100", capsys)
     assert "GPT-2" not in screen
-    assert "make train-" not in screen, "the kit has no file of the model"
+    assert "parakit train-" not in screen, "the kit has no file of the model"
     assert "pretrain_gpt.py $MODEL_FLAGS --" in screen
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parakit.formatting.terminal import say
+from parakit.formatting.terminal import say, spell_for_caller
 from parakit.formatting.units import joined
 from parakit.planner.advice import (
     bottleneck_sentence,
@@ -94,7 +94,7 @@ def print_screen(
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     for name, answer in answers.items():
-        table.add_row(name, answer)
+        table.add_row(name, spell_for_caller(answer))
     console.print(table, highlight=False)
     console.print(f"[bold]{RUN}[/bold]", highlight=False)
     say(console, command or _list_commands(plan))
