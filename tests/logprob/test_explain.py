@@ -168,3 +168,12 @@ def test_an_explanation_survives_its_file(tmp_path: Path) -> None:
     explanation.write(tmp_path / "explained.json")
     assert read_explanation(tmp_path / "explained.json") == explanation
     assert explanation.remaining == steps[-1].after
+
+
+def test_verdict_without_generation_says_what_was_compared() -> None:
+    gap = measure_sum({})(())
+    reason = "Megatron's static engine does not run in this layout: it ended with 1."
+    verdict = LogprobVerdict(VerifyOutcome.HELD, gap, TOLERANCE, not_compared=reason)
+    assert list(verdict.list_lines()) == [
+        f"Only whole sequences were compared, without generation. {reason}"
+    ]

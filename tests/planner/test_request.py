@@ -1,9 +1,8 @@
 import pytest
 
-from parakit.planner.advice import headline_sentences
+from parakit.planner.advice import request_sentence
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.request import build_request, usual_batch
-from parakit.planner.search import search_configurations
 
 
 @pytest.mark.parametrize(
@@ -36,8 +35,8 @@ def test_assumed_batch_is_a_multiple_of_the_devices_so_that_all_can_hold_replica
 
 def test_plan_says_that_the_batch_is_assumed() -> None:
     request = build_request(PlanOptions(model="llama2-7b", gpus=8, gpu="h100"))
-    sentences = " ".join(headline_sentences(search_configurations(request, kept=1)))
-    assert "1,024 sequences of 4,096 tokens (about 4 million tokens, which is assumed)" in sentences
+    sentence = request_sentence(request)
+    assert "1,024 sequences of 4,096 tokens (about 4 million tokens, which is assumed)" in sentence
 
 
 def test_global_batch_of_zero_is_refused() -> None:

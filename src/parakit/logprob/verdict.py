@@ -74,6 +74,8 @@ class LogprobVerdict(msgspec.Struct, frozen=True):
     first_module: FirstModule | None = None
     tried: tuple[str, ...] = ()
     """Hypotheses that were measured."""
+    not_compared: str = ""
+    """Sentence on a part of the serving side that did not run; empty if all parts were compared."""
 
     @property
     def explained_fraction(self) -> float:
@@ -126,7 +128,7 @@ class LogprobVerdict(msgspec.Struct, frozen=True):
             yield f"{names} {'explains' if len(silent) == 1 else 'explain'} nothing"
 
     def list_lines(self) -> Iterator[str]:
-        """Yield the lines after the table of causes: the first module, what to do, and the command."""
+        """Yield the lines after the table of causes: what was not compared, the first module, and what to do."""
         first = self.first_module
         if first is not None:
             source = f" ({first.source})" if first.source else ""

@@ -32,7 +32,7 @@ def judge_sides(sides: Sides) -> LogprobVerdict:
     serving = sides.read_serving()
     total = measure_gap(training, serving)
     if total.relative_error <= tolerance:
-        return LogprobVerdict(VerifyOutcome.HELD, total, tolerance)
+        return LogprobVerdict(VerifyOutcome.HELD, total, tolerance, not_compared=sides.problem)
     bridge = sides.bridge.select(prompt_tokens)
     explanation = sides.explain()
     changes = []
@@ -51,6 +51,7 @@ def judge_sides(sides: Sides) -> LogprobVerdict:
         remaining=explanation.remaining,
         first_module=_find_first_module(sides),
         tried=explanation.tried,
+        not_compared=sides.problem,
     )
 
 
