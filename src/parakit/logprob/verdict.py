@@ -129,6 +129,8 @@ class LogprobVerdict(msgspec.Struct, frozen=True):
 
     def list_lines(self) -> Iterator[str]:
         """Yield the lines after the table of causes: what was not compared, the first module, and what to do."""
+        if self.not_compared:
+            yield f"Only whole sequences were compared, without generation. {self.not_compared}"
         first = self.first_module
         if first is not None:
             source = f" ({first.source})" if first.source else ""
