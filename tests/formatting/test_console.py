@@ -4,8 +4,8 @@ import io
 
 from rich.table import Table
 
+from parakit.formatting.caller import spelled_for_caller
 from parakit.formatting.console import CallerConsole
-from parakit.formatting.terminal import spelled_for_caller
 
 
 def test_texts_are_rewritten_for_the_caller_and_tables_are_not() -> None:

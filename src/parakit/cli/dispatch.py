@@ -28,8 +28,9 @@ from parakit.cli.options import (
 from parakit.cluster import image_tag
 from parakit.config.setting import SettingError
 from parakit.config.settings import ARGS
+from parakit.formatting.caller import spelled_for_caller
 from parakit.formatting.console import CallerConsole
-from parakit.formatting.terminal import say, spelled_for_caller
+from parakit.formatting.terminal import say
 
 REFUSED, INTERRUPTED = 2, 130
 """Exit codes of a refused and of an interrupted command."""

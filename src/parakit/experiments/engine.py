@@ -18,7 +18,8 @@ from parakit.config.files import ROOT, relative_to_root
 from parakit.data import open_dataset
 from parakit.experiments.definition import Cell, Experiment
 from parakit.experiments.runner import CellResult, Runner
-from parakit.formatting.terminal import say, say_markdown, spell_for_caller
+from parakit.formatting.caller import spell_for_caller
+from parakit.formatting.terminal import say, say_markdown
 from parakit.formatting.units import plural
 from parakit.launch import (
     DRY_RUN_REFUSED,

@@ -5,6 +5,8 @@ Its modules are public.
 """
 
 __all__ = [
+    "caller",
+    "console",
     "html",
     "svg",
     "table",

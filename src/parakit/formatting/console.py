@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.console import Console
 
-from parakit.formatting.terminal import spell_for_caller
+from parakit.formatting.caller import spell_for_caller
 
 
 class CallerConsole(Console):

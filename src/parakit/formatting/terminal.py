@@ -5,31 +5,11 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-_rewrite: ContextVar[Callable[[str], str]] = ContextVar("rewrite", default=str)
-
-
-@contextmanager
-def spelled_for_caller(rewrite: Callable[[str], str]) -> Iterator[None]:
-    """Let `spell_for_caller` and every `CallerConsole` rewrite texts with a function in the `with` block."""
-    token = _rewrite.set(rewrite)
-    try:
-        yield
-    finally:
-        _rewrite.reset(token)
-
-
-def spell_for_caller(text: str) -> str:
-    """Return a text that names variables and commands as the caller of the command writes them."""
-    return _rewrite.get()(text)
 
 
 def wide_console(columns: int = 140) -> Console:

@@ -36,7 +36,7 @@ from parakit.data import (
     open_dataset,
     sizes_sentence,
 )
-from parakit.formatting.terminal import spell_for_caller
+from parakit.formatting.caller import spell_for_caller
 from parakit.formatting.units import number, plural
 from parakit.launch.backends import adapt_to_backend
 from parakit.launch.checkpoints import resume_if_saved

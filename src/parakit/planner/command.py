@@ -9,7 +9,8 @@ import json
 import sys
 from argparse import Namespace
 
-from parakit.formatting.terminal import spell_for_caller, wide_console
+from parakit.formatting.caller import spell_for_caller
+from parakit.formatting.terminal import wide_console
 from parakit.planner.largest import show_largest
 from parakit.planner.measured_step import resolve_measured_step
 from parakit.planner.one_strategy import (

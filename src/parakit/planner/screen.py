@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from parakit.formatting.terminal import say, spell_for_caller
+from parakit.formatting.caller import spell_for_caller
+from parakit.formatting.terminal import say
 from parakit.formatting.units import joined
 from parakit.planner.advice import (
     bottleneck_sentence,
