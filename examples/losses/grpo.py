@@ -1,4 +1,4 @@
-"""GRPO's loss: policy and KL, averaged within each response, with an advantage per response (arXiv 2402.03300)."""
+"""GRPO's loss: policy loss plus KL, averaged per response, with one advantage per response (arXiv 2402.03300)."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Cross entropy of the response tokens, averaged within each response first: all responses weigh the same."""
+"""Cross entropy of the response tokens, averaged within each response, so that all responses have the same weight."""
 
 from examples.losses.rollouts import sum_over_sequences, train_with
 

@@ -54,8 +54,8 @@ def replace_weights(pairs: list[tuple[Tensor, Tensor]], edits: PassEdits) -> Ite
 
 
 @contextmanager
-def bypass(modules: list[Any], edits: PassEdits) -> Iterator[None]:  # noqa: ARG001
-    """Let modules return their input."""
+def bypass_modules(modules: list[Any], edits: PassEdits) -> Iterator[None]:  # noqa: ARG001
+    """Let modules return their first input unchanged."""
     handles = [module.register_forward_hook(lambda _, args, __: args[0]) for module in modules]
     try:
         yield
@@ -90,7 +90,7 @@ def set_activation(model: Any, activation: Any, edits: PassEdits) -> Iterator[No
 
 
 @contextmanager
-def zero_bias(routers: list[Any], edits: PassEdits) -> Iterator[None]:  # noqa: ARG001
+def zero_router_bias(routers: list[Any], edits: PassEdits) -> Iterator[None]:  # noqa: ARG001
     """Set the bias of all routers to 0."""
     biases = [router.expert_bias for router in routers]
     pairs = [(bias, torch.zeros_like(bias)) for bias in biases]
@@ -105,7 +105,7 @@ def has_dropout(module: Any) -> bool:
 
 @contextmanager
 def switch_dropout_off(model: Any, edits: PassEdits) -> Iterator[None]:  # noqa: ARG001
-    """Score in evaluation mode."""
+    """Put all modules into evaluation mode."""
     modes = [(module, module.training) for module in model.modules()]
     for module, _ in modes:
         module.training = False
@@ -117,7 +117,7 @@ def switch_dropout_off(model: Any, edits: PassEdits) -> Iterator[None]:  # noqa:
 
 
 @contextmanager
-def compute_in(modules: list[Any], dtype: torch.dtype, edits: PassEdits) -> Iterator[None]:  # noqa: ARG001
+def compute_in_dtype(modules: list[Any], dtype: torch.dtype, edits: PassEdits) -> Iterator[None]:  # noqa: ARG001
     """Let modules compute in another dtype: their weights and inputs are cast, and their outputs are cast back."""
     weights = list(dict.fromkeys(p for module in modules for p in module.parameters()))
     before = [weight.data for weight in weights]
@@ -127,14 +127,14 @@ def compute_in(modules: list[Any], dtype: torch.dtype, edits: PassEdits) -> Iter
     own_dtype = before[0].dtype if before else torch.float32
 
     def cast_in(_: Any, args: tuple[Any, ...], kwargs: Inputs) -> tuple[tuple[Any, ...], Inputs]:
-        cast_value = partial(cast, dtype)
+        cast_value = partial(cast_floats, dtype)
         cast_kwargs = {name: cast_value(value) for name, value in kwargs.items()}
         return tuple(map(cast_value, args)), cast_kwargs
 
     def cast_out(_: Any, __: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return tuple(cast(own_dtype, value) for value in output)
-        return cast(own_dtype, output)
+            return tuple(cast_floats(own_dtype, value) for value in output)
+        return cast_floats(own_dtype, output)
 
     for module in modules:
         handles.append(module.register_forward_pre_hook(cast_in, with_kwargs=True))
@@ -174,7 +174,7 @@ def _compute_logits_in(
         router.weight.data = own_weight
 
 
-def cast(dtype: torch.dtype, value: Any) -> Any:
+def cast_floats(dtype: torch.dtype, value: Any) -> Any:
     """Return a floating-point tensor in another dtype, and any other value as it is."""
     is_float = isinstance(value, Tensor) and value.is_floating_point()
     return value.to(dtype) if is_float else value
@@ -182,7 +182,7 @@ def cast(dtype: torch.dtype, value: Any) -> Any:
 
 @contextmanager
 def double_first_token(edits: PassEdits) -> Iterator[None]:
-    """Put the first token of each sequence before the sequence once more, and score the tokens after it."""
+    """Repeat the first token at the start of each sequence, and score each token at its original index."""
 
     def double(inputs: Inputs) -> Inputs:
         doubled = dict(inputs)
@@ -263,20 +263,20 @@ def edit_logits(edit: Callable[[Tensor], Tensor], edits: PassEdits) -> Iterator[
     yield
 
 
-def divide(temperature: float, logits: Tensor) -> Tensor:
-    """Return the logits over a temperature."""
+def divide_by_temperature(temperature: float, logits: Tensor) -> Tensor:
+    """Return the logits divided by a temperature."""
     return logits / temperature
 
 
 def mask_padding(vocabulary: int, logits: Tensor) -> Tensor:
-    """Return the logits with those of the vocabulary's padding at minus infinity, nearly."""
+    """Return the logits, with the smallest finite number for the rows of the vocabulary's padding."""
     masked = logits.clone()
     masked[..., vocabulary:] = torch.finfo(logits.dtype).min
     return masked
 
 
 def keep_top_k(count: int, logits: Tensor) -> Tensor:
-    """Return the logits with all but the `count` largest per position at minus infinity, nearly."""
+    """Return the logits, with the smallest finite number for all but the `count` largest per position."""
     if count >= logits.shape[-1]:
         return logits
     least = logits.topk(count, dim=-1).values[..., -1:]
@@ -284,10 +284,13 @@ def keep_top_k(count: int, logits: Tensor) -> Tensor:
 
 
 def keep_top_p(probability: float, logits: Tensor) -> Tensor:
-    """Return the logits with those outside of the smallest set of this probability at minus infinity, nearly."""
+    """Return the logits, with the smallest finite number for tokens that top-p sampling excludes.
+
+    Per position, the most probable tokens are kept until their sum reaches `probability`.
+    """
     ordered, indices = logits.sort(dim=-1, descending=True)
-    shares = ordered.float().softmax(-1)
-    is_outside = shares.cumsum(-1) - shares > probability
+    probabilities = ordered.float().softmax(-1)
+    is_outside = probabilities.cumsum(-1) - probabilities > probability
     outside = torch.zeros_like(is_outside).scatter(-1, indices, is_outside)
     return logits.masked_fill(outside, torch.finfo(logits.dtype).min)
 

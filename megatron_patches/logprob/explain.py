@@ -15,7 +15,9 @@ from megatron_patches.logprob.passes import PassEdits, Scores, score_tokens
 from megatron_patches.logprob.scorer import Scorer
 from parakit.logprob import (
     EXPLAINED_FILE,
+    GENERATED_FOLDER,
     SCORES_FILE,
+    WHOLE_FOLDER,
     Gap,
     GapExplanation,
     ScoreRequest,
@@ -24,25 +26,24 @@ from parakit.logprob import (
     measure_gap,
 )
 
-GENERATED, WHOLE = "generated", "whole"
 WHOLE_SEQUENCES = "whole-sequences"
 """Hypothesis that compares with the serving engine's forward pass of whole sequences in place of generation."""
 
 
 def explain_gap(scorer: Scorer, request: ScoreRequest) -> None:
-    """Measure the gap under every change, and write the explanation."""
+    """Measure the gap with the changes in effect, and write the explanation."""
     served = Path(request.serving)
-    targets = {
-        way: TokenLogProbabilities.read(served / way / SCORES_FILE)
-        for way in (GENERATED, WHOLE)
-        if (served / way / SCORES_FILE).is_file()
+    serving_by_folder = {
+        folder: TokenLogProbabilities.read(served / folder / SCORES_FILE)
+        for folder in (GENERATED_FOLDER, WHOLE_FOLDER)
+        if (served / folder / SCORES_FILE).is_file()
     }
     with scorer.replay() as rewind:
         bridge = Bridge.open(scorer, served / "capture" / "rank-0", request.prompt_tokens)
         changes = bridge.list_changes()
-        measure = _make_measure(scorer, rewind, changes, targets)
+        measure = _make_measure(scorer, rewind, changes, serving_by_folder)
         hypotheses = list(changes)
-        if WHOLE in targets and GENERATED in targets:
+        if WHOLE_FOLDER in serving_by_folder and GENERATED_FOLDER in serving_by_folder:
             hypotheses.append(WHOLE_SEQUENCES)
         first, steps = find_steps(measure, hypotheses, request.relative_tolerance)
         evidence = {}
@@ -65,22 +66,29 @@ def _make_measure(
     scorer: Scorer,
     rewind: Callable[[], None],
     changes: dict[str, Change],
-    targets: dict[str, TokenLogProbabilities],
+    serving_by_folder: dict[str, TokenLogProbabilities],
 ) -> Callable[[tuple[str, ...]], Gap]:
-    """Return the function that scores the tokens under some changes, and returns the gap to the serving engine."""
+    """Return the function that scores the tokens with changes in effect, and returns the gap to the serving engine.
+
+    Scores of the same changes are computed once.
+    """
     scores_by_changes: dict[tuple[str, ...], Scores] = {}
 
     def measure(applied: tuple[str, ...]) -> Gap:
-        way = WHOLE if WHOLE_SEQUENCES in applied or GENERATED not in targets else GENERATED
-        on_model = tuple(name for name in applied if name != WHOLE_SEQUENCES)
-        if on_model not in scores_by_changes:
+        folder = (
+            WHOLE_FOLDER
+            if WHOLE_SEQUENCES in applied or GENERATED_FOLDER not in serving_by_folder
+            else GENERATED_FOLDER
+        )
+        model_changes = tuple(name for name in applied if name != WHOLE_SEQUENCES)
+        if model_changes not in scores_by_changes:
             edits = PassEdits()
             with ExitStack() as contexts:
-                for name in on_model:
+                for name in model_changes:
                     contexts.enter_context(changes[name](edits))
-                scores_by_changes[on_model] = score_tokens(scorer, rewind, edits)
-        nats = scores_by_changes[on_model][:, : targets[way].nats.shape[1]]
+                scores_by_changes[model_changes] = score_tokens(scorer, rewind, edits)
+        nats = scores_by_changes[model_changes][:, : serving_by_folder[folder].nats.shape[1]]
         is_scored = np.ones(nats.shape, bool)
-        return measure_gap(TokenLogProbabilities(nats, is_scored), targets[way])
+        return measure_gap(TokenLogProbabilities(nats, is_scored), serving_by_folder[folder])
 
     return measure

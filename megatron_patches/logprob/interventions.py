@@ -22,11 +22,11 @@ from megatron_patches.logprob.changes import (
     add_to_positions,
     attend_everywhere,
     attend_within_documents,
-    bypass,
+    bypass_modules,
     compute_frequencies,
-    compute_in,
+    compute_in_dtype,
     compute_router_logits_in,
-    divide,
+    divide_by_temperature,
     double_first_token,
     edit_logits,
     find_epsilon_name,
@@ -42,7 +42,7 @@ from megatron_patches.logprob.changes import (
     set_epsilon,
     shift_labels,
     switch_dropout_off,
-    zero_bias,
+    zero_router_bias,
 )
 from megatron_patches.logprob.choices import ServedChoices
 from megatron_patches.logprob.passes import PassEdits
@@ -62,11 +62,14 @@ Change = Callable[[PassEdits], AbstractContextManager[None]]
 """Function that returns the context in which a change is in effect, and that adds edits of the pass."""
 
 EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
+"""Epsilons of norms that are tried. The constants below list the tried values of other settings."""
 ROTARY_BASES = (1e4, 5e5, 1e6)
 ROTARY_FACTORS = (2.0, 4.0, 8.0)
-TEMPERATURES = tuple(round(0.5 + 0.1 * step, 1) for step in range(16) if step != 5)
+TEMPERATURES = tuple(tenths / 10 for tenths in range(5, 21) if tenths != 10)
+"""Temperatures that are tried: 0.5 to 2.0 without 1.0, which changes nothing."""
 TOP_K, TOP_P = (10, 20, 50, 100), (0.8, 0.9, 0.95, 0.99)
 ROUTER_CHOICES = "router-choices"
+"""Hypothesis that the routers of the two engines choose different experts."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +89,7 @@ class Bridge:
         if not (capture / INDEX_FILE).is_file():
             return cls(scorer, None, prompt_tokens, {})
         keys = {
-            _place(record.placement): record.tensor_key
+            _get_checkpoint_position(record.placement): record.tensor_key
             for record in read_index(capture)
             if record.placement is not None and record.tensor_key.slot == START_WEIGHT
         }
@@ -98,14 +101,14 @@ class Bridge:
         return self.scorer.chunks[0]
 
     def list_changes(self) -> dict[str, Change]:
-        """Return all changes that make sense for this model, specific ones before general ones."""
+        """Return all changes that can apply to this model by hypothesis, specific changes before general changes."""
         changes: dict[str, Change] = {}
         for collect in (
             self._list_weights,
             self._list_semantics,
             self._list_rotary,
             self._list_router,
-            self._list_reported,
+            self._list_labels_and_logits,
             self._list_precision,
         ):
             changes |= collect()
@@ -128,7 +131,7 @@ class Bridge:
         """
         for parameter in self.scorer.parameters.parameters:
             for piece in self.scorer.parameters.pieces(parameter, parameter.data):
-                served_key = self.weight_keys.get(_place(piece.placement))
+                served_key = self.weight_keys.get(_get_checkpoint_position(piece.placement))
                 stored = self.served.get(served_key) if self.served and served_key else None
                 if stored is None or stored.shape[1:] != piece.values.shape[1:]:
                     continue
@@ -140,7 +143,7 @@ class Bridge:
     def _list_semantics(self) -> dict[str, Change]:
         """Return changes of norms, activations, positions, masks and dropout."""
         changes: dict[str, Change] = {}
-        norms = [m for m in self.model.modules() if find_epsilon_name(m)]
+        norms = [module for module in self.model.modules() if find_epsilon_name(module)]
         for epsilon in EPSILONS:
             if any(getattr(norm, str(find_epsilon_name(norm))) != epsilon for norm in norms):
                 changes[f"norm-epsilon={epsilon:g}"] = partial(set_epsilon, norms, epsilon)
@@ -156,7 +159,7 @@ class Bridge:
             if name.endswith(("q_layernorm", "k_layernorm")) and find_epsilon_name(module)
         ]
         if query_norms:
-            changes["qk-norm"] = partial(bypass, query_norms)
+            changes["qk-norm"] = partial(bypass_modules, query_norms)
         changes |= self._list_activations()
         changes |= self._list_documents()
         if any(has_dropout(module) for module in self.model.modules()):
@@ -168,12 +171,13 @@ class Bridge:
         config = self.model.config
         if config.gated_linear_unit or config.activation_func is not functional.gelu:
             return {}
-        # The fused kernel of bias and GELU has the approximation with tanh.
-        is_tanh = bool(config.bias_activation_fusion)
-        name, activation = ("GELU with erf", functional.gelu)
-        if not is_tanh:
-            name, activation = "GELU with tanh", partial(functional.gelu, approximate="tanh")
-        return {f"activation={name}": partial(set_activation, self.model, activation)}
+        # The fused kernel of bias and GELU already computes the approximation with tanh.
+        if config.bias_activation_fusion:
+            return {
+                "activation=GELU with erf": partial(set_activation, self.model, functional.gelu)
+            }
+        gelu_with_tanh = partial(functional.gelu, approximate="tanh")
+        return {"activation=GELU with tanh": partial(set_activation, self.model, gelu_with_tanh)}
 
     def _list_documents(self) -> dict[str, Change]:
         """Return the change of the mask between the documents of a packed sequence."""
@@ -192,19 +196,19 @@ class Bridge:
         changes: dict[str, Change] = {}
         num_channels = 2 * len(frequencies)
         own_base = float(self.model.rotary_base)
-        plain = compute_frequencies(num_channels, own_base)
-        if not torch.allclose(plain, frequencies):
-            changes["rope-scaling=none"] = partial(self._set_frequencies, plain)
+        unscaled = compute_frequencies(num_channels, own_base)
+        if not torch.allclose(unscaled, frequencies):
+            changes["rope-scaling=none"] = partial(self._set_frequencies, unscaled)
         for base in ROTARY_BASES:
             if base != own_base:
                 values = compute_frequencies(num_channels, base)
                 changes[f"rope-base={base:g}"] = partial(self._set_frequencies, values)
         for factor in ROTARY_FACTORS:
             changes[f"rope-scaling=linear by {factor:g}"] = partial(
-                self._set_frequencies, plain / factor
+                self._set_frequencies, unscaled / factor
             )
             if hasattr(rotary, "_apply_scaling"):
-                scaled = rotary._apply_scaling(plain, factor=factor)
+                scaled = rotary._apply_scaling(unscaled, factor=factor)
                 if not torch.allclose(scaled, frequencies):
                     name = f"rope-scaling=Llama 3 by {factor:g}"
                     changes[name] = partial(self._set_frequencies, scaled)
@@ -222,7 +226,7 @@ class Bridge:
         config = self.model.config
         changes: dict[str, Change] = {}
         if any(getattr(router, "expert_bias", None) is not None for router in routers.values()):
-            changes["router-bias"] = partial(zero_bias, list(routers.values()))
+            changes["router-bias"] = partial(zero_router_bias, list(routers.values()))
         if config.moe_router_score_function == "softmax":
             order = "after" if config.moe_router_pre_softmax else "before"
             value = not config.moe_router_pre_softmax
@@ -234,12 +238,12 @@ class Bridge:
                 set_config, self.model, "moe_router_topk_scaling_factor", None
             )
         served = self.served
-        if served is not None and served.get(_choice_key(next(iter(routers)), 0)) is not None:
+        if served is not None and served.get(_make_choice_key(next(iter(routers)), 0)) is not None:
             changes[ROUTER_CHOICES] = partial(self._replay_choices, served)
         return changes
 
-    def _list_reported(self) -> dict[str, Change]:
-        """Return changes of what is reported for the logits: other positions, temperatures, truncation, padding."""
+    def _list_labels_and_logits(self) -> dict[str, Change]:
+        """Return changes of labels and logits: position, padding of the vocabulary, temperature, top-k and top-p."""
         from megatron.training import get_args
 
         changes: dict[str, Change] = {}
@@ -254,7 +258,7 @@ class Bridge:
             )
         for temperature in TEMPERATURES:
             changes[f"temperature={temperature:g}"] = partial(
-                edit_logits, partial(divide, temperature)
+                edit_logits, partial(divide_by_temperature, temperature)
             )
         for count in TOP_K:
             changes[f"top-k={count}"] = partial(edit_logits, partial(keep_top_k, count))
@@ -265,14 +269,14 @@ class Bridge:
         return changes
 
     def _list_precision(self) -> dict[str, Change]:
-        """Return changes of dtypes, part by part and then of the whole model."""
+        """Return the changes that let norms, the output layer or routers compute in another dtype."""
         own_dtype = next(self.model.parameters()).dtype
         other = torch.bfloat16 if own_dtype is torch.float32 else torch.float32
         name = str(other).removeprefix("torch.")
         norms = [module for module in self.model.modules() if find_epsilon_name(module)]
         changes: dict[str, Change] = {
-            f"norm-precision={name}": partial(compute_in, norms, other),
-            f"logits-precision={name}": partial(compute_in, [self.model.output_layer], other),
+            f"norm-precision={name}": partial(compute_in_dtype, norms, other),
+            f"logits-precision={name}": partial(compute_in_dtype, [self.model.output_layer], other),
         }
         if self.model.config.num_moe_experts:
             routers = [module for module in self.model.modules() if hasattr(module, "routing")]
@@ -290,10 +294,10 @@ class Bridge:
             return
 
         def shift(_: Any, __: Any, output: Any) -> Any:
-            emb = output[0] if isinstance(output, tuple) else output
-            positions = torch.arange(len(emb)).float()
+            embedding = output[0] if isinstance(output, tuple) else output
+            positions = torch.arange(len(embedding)).float()
             positions[first:] += offset
-            shifted = make_rotary(frequencies, positions, emb)
+            shifted = make_rotary(frequencies, positions, embedding)
             return (shifted, *output[1:]) if isinstance(output, tuple) else shifted
 
         handle = rotary.register_forward_hook(shift)
@@ -307,9 +311,9 @@ class Bridge:
         """Give the rotary embedding other frequencies."""
 
         def replace(_: Any, __: Any, output: Any) -> Any:
-            emb = output[0] if isinstance(output, tuple) else output
-            made = make_rotary(frequencies, torch.arange(len(emb)).float(), emb)
-            return (made, *output[1:]) if isinstance(output, tuple) else made
+            embedding = output[0] if isinstance(output, tuple) else output
+            replacement = make_rotary(frequencies, torch.arange(len(embedding)).float(), embedding)
+            return (replacement, *output[1:]) if isinstance(output, tuple) else replacement
 
         handle = self.model.rotary_pos_emb.register_forward_hook(replace)
         try:
@@ -324,12 +328,12 @@ class Bridge:
             yield
 
 
-def _place(placement: Placement | None) -> tuple[object, ...]:
+def _get_checkpoint_position(placement: Placement | None) -> tuple[object, ...]:
     """Return the position of a weight in checkpoints: the name of the full parameter, and the first index."""
     assert placement is not None
     return (placement.key, placement.global_offset)
 
 
-def _choice_key(router: str, micro_batch: int) -> TensorKey:
+def _make_choice_key(router: str, micro_batch: int) -> TensorKey:
     """Return the key of a router's choice in a capture."""
     return TensorKey(CaptureStage.OUTPUTS, router, CHOICE, micro_batch)

@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from parakit.logprob.record import read_recorded_tokens, record_tokens
     from parakit.logprob.request import (
         EXPLAINED_FILE,
+        GENERATED_FOLDER,
         SCORES_FILE,
         SEQUENCES_FILE,
         TEXTS_FILE,
+        WHOLE_FOLDER,
         ScoreRequest,
         Task,
         read_request,
@@ -35,9 +37,11 @@ else:
 __all__ = [
     "EXPLAINED_FILE",
     "FAMILIES",
+    "GENERATED_FOLDER",
     "SCORES_FILE",
     "SEQUENCES_FILE",
     "TEXTS_FILE",
+    "WHOLE_FOLDER",
     "Cause",
     "CauseKind",
     "FirstModule",

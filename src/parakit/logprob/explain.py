@@ -17,6 +17,7 @@ Measure = Callable[[tuple[str, ...]], Gap]
 LEAST_FRACTION = 0.3
 """Fraction of the remaining KL that a change must remove to be a cause."""
 MOST_CAUSES = 4
+"""Largest number of changes that are applied together."""
 
 
 class GapStep(msgspec.Struct, frozen=True):
@@ -57,15 +58,15 @@ def read_explanation(path: Path) -> GapExplanation:
 def find_steps(
     measure: Measure, hypotheses: Sequence[str], relative_tolerance: float
 ) -> tuple[Gap, tuple[GapStep, ...]]:
-    """Return the gap without changes, and the changes that lower it to rounding, or as far as changes can.
+    """Return the gap without changes, and the changes that lower the gap to rounding, or as far as possible.
 
-    In each round every hypothesis is measured together with the changes so far, and the one with the smallest KL is
-    kept. Of two hypotheses that both leave only rounding, the first in the order of `hypotheses` is kept, so specific
-    ones come before general ones.
+    In each round every hypothesis is measured together with the changes so far, and the hypothesis with the smallest
+    KL is kept. A round ends early at the first hypothesis that leaves only rounding. The caller therefore lists
+    specific changes before general changes.
 
     Args:
         measure: Applies changes and returns the gap.
-        hypotheses: Names of the changes, `family` or `family=value`. At most one per family is kept.
+        hypotheses: Names of the changes, `family` or `family=value`. At most one change per family is kept.
         relative_tolerance: Relative error up to which rounding explains a gap.
     """
     first = current = measure(())

@@ -116,8 +116,11 @@ def measure_gap(training: TokenLogProbabilities, serving: TokenLogProbabilities)
 
 
 def _divide_norms(differences: NDArray[np.float64], values: NDArray[np.float64]) -> float:
-    """Return the norm of the differences over the norm of the values; infinite if all values are 0."""
-    norm = float(np.linalg.norm(_limit(values)))
+    """Return the norm of the differences over the norm of the values.
+
+    If all values are 0, the result is 0 for differences of 0, and infinite for others.
+    """
+    norm = float(np.linalg.norm(_clip_nats(values)))
     difference_norm = float(np.linalg.norm(differences))
     if norm == 0:
         return np.inf if difference_norm else 0.0
@@ -128,12 +131,12 @@ def subtract(
     training: TokenLogProbabilities, serving: TokenLogProbabilities
 ) -> NDArray[np.float64]:
     """Return training minus serving per token, with `_LEAST_NATS` for all smaller log probabilities."""
-    differences: NDArray[np.float64] = _limit(training.nats) - _limit(serving.nats)
+    differences: NDArray[np.float64] = _clip_nats(training.nats) - _clip_nats(serving.nats)
     return differences
 
 
-def _limit(nats: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return log probabilities with `_LEAST_NATS` for all smaller ones."""
+def _clip_nats(nats: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return log probabilities, with `_LEAST_NATS` in place of each smaller log probability."""
     limited: NDArray[np.float64] = np.maximum(nats, _LEAST_NATS)
     return limited
 

@@ -181,8 +181,8 @@ def state_cause(hypothesis: str, evidence: str = "") -> str:
     """Return the clause that says what differs if the hypothesis is a cause.
 
     Args:
-        hypothesis: Its name.
-        evidence: Value to state if the name has none.
+        hypothesis: Name of the hypothesis, `family` or `family=value`.
+        evidence: Value to state if the name has no value.
     """
     name, value = split_hypothesis(hypothesis)
     return FAMILIES[name].statement.format(value=value or evidence)

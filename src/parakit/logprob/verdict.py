@@ -13,8 +13,8 @@ from parakit.logprob.explain import GapStep
 from parakit.logprob.gap import Gap
 from parakit.logprob.hypotheses import FAMILIES, CauseKind, split_hypothesis, state_cause
 
-NOTHING = 0.005
-"""Fraction of KL below which a kind of cause explains nothing."""
+NEGLIGIBLE_FRACTION = 0.005
+"""Fraction of KL up to which the unexplained part of a gap is not stated."""
 
 
 class ModuleSide(StrEnum):
@@ -97,9 +97,9 @@ class LogprobVerdict(msgspec.Struct, frozen=True):
                 "makes the gap smaller."
             )
         sentence = f"Log probabilities differ by {size}, because {self._state_main_cause()}"
-        clauses = [*self._list_other_causes(), *self._list_silent_kinds()]
+        clauses = [*self._list_other_causes(), *self._list_excluded_kinds()]
         unexplained = 1 - self.explained_fraction
-        if unexplained > NOTHING:
+        if unexplained > NEGLIGIBLE_FRACTION:
             clauses.append(f"{unexplained:.0%} of the KL is unexplained")
         return f"{'; '.join((sentence, *clauses))}."
 
@@ -117,26 +117,26 @@ class LogprobVerdict(msgspec.Struct, frozen=True):
         for cause in self._sort_causes()[1:]:
             yield f"{_name_kind(cause)} explains {cause.fraction_of_kl:.0%}"
 
-    def _list_silent_kinds(self) -> Iterator[str]:
-        """Yield a clause on precision and layout if they are no causes."""
-        named_kinds = {cause.kind for cause in self.causes}
-        silent = [
-            kind for kind in (CauseKind.PRECISION, CauseKind.LAYOUT) if kind not in named_kinds
+    def _list_excluded_kinds(self) -> Iterator[str]:
+        """Yield at most one clause: which of precision and layout are no causes."""
+        kinds_of_causes = {cause.kind for cause in self.causes}
+        excluded_kinds = [
+            kind for kind in (CauseKind.PRECISION, CauseKind.LAYOUT) if kind not in kinds_of_causes
         ]
-        if silent:
-            names = " and ".join(f"the {kind}" for kind in silent)
-            yield f"{names} {'explains' if len(silent) == 1 else 'explain'} nothing"
+        if excluded_kinds:
+            names = " and ".join(f"the {kind}" for kind in excluded_kinds)
+            yield f"{names} {'explains' if len(excluded_kinds) == 1 else 'explain'} nothing"
 
     def list_lines(self) -> Iterator[str]:
         """Yield the lines after the table of causes: what was not compared, the first module, and what to do."""
         if self.not_compared:
             yield f"Only whole sequences were compared, without generation. {self.not_compared}"
-        first = self.first_module
-        if first is not None:
-            source = f" ({first.source})" if first.source else ""
+        module = self.first_module
+        if module is not None:
+            source = f" ({module.source})" if module.source else ""
             yield (
-                f"First module that differs beyond rounding, on the {first.side} side: {first.module}{source}, "
-                f"{first.tensor}: {first.worst}"
+                f"First module that differs beyond rounding, on the {module.side} side: {module.module}{source}, "
+                f"{module.tensor}: {module.worst}"
             )
         for cause in self.causes:
             yield f"{_name_kind(cause)}: {cause.advice}"

@@ -25,6 +25,10 @@ _MAX_ROWS_PER_VECTOR = 8
 """Number of wrong rows per distinct error from which the errors count as few vectors on top of many rows."""
 _BF16_ERRORS = (2.0**-12, 2.0**-7)
 """Range of the relative error of tensors that are computed from numbers rounded to bf16."""
+_LARGEST_SIGN_IMBALANCE = 1 / 4
+"""Largest absolute average sign of errors that count as random."""
+_VISIBLE_ERROR = 0.01
+"""Fraction of the largest absolute error that more than half of random errors exceed."""
 _MIN_NOISY_ELEMENTS = 256
 """Smallest number of elements in which random errors can be told from others."""
 _MIN_COLUMNS = 4
@@ -50,7 +54,7 @@ class ErrorKind:
 
 
 def find_wrong_elements(tensor: ComparedTensor) -> Array:
-    """Return a mask of the elements whose error is significant beside the largest one."""
+    """Return a mask of the elements whose error is significant compared with the largest error."""
     errors = np.abs(np.subtract(tensor.ours, tensor.reference, dtype=np.float64))
     return np.asarray(errors > _SIGNIFICANT_ERROR * errors.max(initial=0.0))
 
@@ -186,9 +190,9 @@ def find_noise(tensor: ComparedTensor) -> Iterator[ErrorKind]:
     ):
         return
     correlation = abs(errors @ reference) / (error_norm * norm)
-    is_in_both_directions = abs(np.sign(errors).mean()) < _SMALL_FRACTION
+    is_in_both_directions = abs(np.sign(errors).mean()) < _LARGEST_SIGN_IMBALANCE
     # Errors in few elements have a cause of their own.
-    is_everywhere = np.mean(np.abs(errors) > _MIN_ZERO_FRACTION * np.abs(errors).max()) > 0.5
+    is_everywhere = np.mean(np.abs(errors) > _VISIBLE_ERROR * np.abs(errors).max()) > 0.5
     if correlation < UNEXPLAINED_FRACTION and is_in_both_directions and is_everywhere:
         yield ErrorKind("noise of the size of bf16 rounding")
 

@@ -89,7 +89,7 @@ def test_epsilon_weights_and_dropout_are_as_before_after_a_change() -> None:
 def test_a_module_computes_in_another_dtype_and_returns_its_own() -> None:
     linear, values = nn.Linear(3, 1, bias=False), torch.rand(1, 3)
     exact = linear(values)
-    with changes.compute_in([linear], torch.bfloat16, PassEdits()):
+    with changes.compute_in_dtype([linear], torch.bfloat16, PassEdits()):
         rounded = linear(values)
         assert linear.weight.dtype is torch.bfloat16
     assert rounded.dtype is torch.float32

@@ -41,11 +41,15 @@ from parakit.capturing import Recording
 from parakit.convert.hf.families import list_tensor_pairs
 from parakit.convert.hf.into_megatron import read_source
 from parakit.convert.hf.reference import CausalModel, build_counterpart, find_megatron_name
-from parakit.logprob import SCORES_FILE, TEXTS_FILE, TokenLogProbabilities
+from parakit.logprob import (
+    GENERATED_FOLDER,
+    SCORES_FILE,
+    TEXTS_FILE,
+    WHOLE_FOLDER,
+    TokenLogProbabilities,
+)
 from parakit.native import find_module_slots
 
-WHOLE, GENERATED = "whole", "generated"
-"""Folders of the log probabilities: of one forward pass per sequence, and of `generate`."""
 _NAMES_IN_LAYER = {
     "self_attn": "self_attention",
     "mlp": "mlp",
@@ -236,7 +240,7 @@ class Service:
         num_sequences, length = self.sequences.shape
         is_scored = np.zeros((num_sequences, length - 1), bool)
         is_scored[:, self.prompt_tokens - 1 :] = True
-        nats_by_way = {way: np.zeros(is_scored.shape) for way in (WHOLE, GENERATED)}
+        nats_by_way = {way: np.zeros(is_scored.shape) for way in (WHOLE_FOLDER, GENERATED_FOLDER)}
         writer = CaptureWriter(folder / "capture" / "rank-0")
         recording = Recording(writer)
         self._write_weights(recording)
@@ -245,13 +249,13 @@ class Service:
                 number * self.like.micro_batch_size, (number + 1) * self.like.micro_batch_size
             )
             batch = self.sequences[rows]
-            nats_by_way[WHOLE][rows] = score_whole(self.model, batch).double().numpy()
+            nats_by_way[WHOLE_FOLDER][rows] = score_whole(self.model, batch).double().numpy()
             hooks = OutputsByModule(
                 self.model, batch_size=len(batch), num_experts=count_experts(self.model)
             )
             with hooks.attach():
                 scores = score_generated(self.model, batch, self.prompt_tokens)
-            nats_by_way[GENERATED][rows, self.prompt_tokens - 1 :] = scores.double().numpy()
+            nats_by_way[GENERATED_FOLDER][rows, self.prompt_tokens - 1 :] = scores.double().numpy()
             key = TensorKey(CaptureStage.INPUTS, MODEL, "input.input_ids", number)
             recording.write(key, batch)
             hooks.write(recording, number, length)

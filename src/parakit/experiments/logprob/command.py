@@ -33,8 +33,8 @@ from parakit.logprob import Cause, LogprobVerdict
 VERDICT_FILE = "logprob.json"
 SEQUENCE_LENGTH = 64
 """Tokens per sequence of an imported model, unless EXTRA= sets another number or the model has fewer positions."""
-_GATED = ("--swiglu",)
-"""Flag that a model with experts needs to have a counterpart in transformers."""
+_GATED_ACTIVATION = ("--swiglu",)
+"""Flag without which a model with experts has no counterpart in transformers."""
 
 
 def verify_logprob(
@@ -71,7 +71,7 @@ def verify_logprob(
     if serve == HF and importlib.util.find_spec("transformers") is None:
         raise LaunchError(NO_TRANSFORMERS)
     folder = options.runs / f"{utc_stamp()}-verify-logprob"
-    with _keep_results_alone(folder):
+    with _remove_captures_at_end(folder):
         request = _make_request(train, serve, options, folder, hf=hf, ckpt=ckpt)
         request = replace(request, is_bf16=dtype == "bf16", serve_flags=extra_b)
         ranks = ForkedRanks(request.options)
@@ -103,8 +103,11 @@ def print_verdict(verdict: LogprobVerdict, folder: Path, console: Console) -> No
 
 
 @contextmanager
-def _keep_results_alone(folder: Path) -> Iterator[None]:
-    """Remove captured tensors at the end. After a failed side everything is kept, because the error names its log."""
+def _remove_captures_at_end(folder: Path) -> Iterator[None]:
+    """Remove captured tensors at the end, and the whole folder after an error.
+
+    After a `SideError` everything is kept, because its message names a log in the folder.
+    """
     folder.mkdir(parents=True)
     try:
         yield
@@ -161,10 +164,10 @@ def _make_request(
 
 
 def _add_gated_experts(options: Options) -> tuple[str, ...]:
-    """Return EXTRA=, with SwiGLU if a model of transformers has the other flags, and not without it."""
+    """Return EXTRA=, with SwiGLU added if transformers has a model with these flags only with SwiGLU."""
     model = find_model(str(options.model))
     flags = merge_flags(model.flags, options.extra)
-    for extra in ((), _GATED):
+    for extra in ((), _GATED_ACTIVATION):
         try:
             build_config(merge_flags(flags, extra), "float32")
         except ConfigError:

@@ -68,19 +68,18 @@ def _find_first_module(sides: Sides) -> FirstModule | None:
     None means that no captured module differs, or that the captures cannot be compared.
     """
     captures = {ModuleSide.TRAINING: sides.training.capture}
-    served = sides.serving_capture
-    if served is not None:
-        captures[ModuleSide.SERVING] = served
+    if sides.serving_capture is not None:
+        captures[ModuleSide.SERVING] = sides.serving_capture
     for side, capture in captures.items():
-        first = _find_first_wrong(sides.bridge.capture, capture)
-        if first is not None:
+        verdict = _find_first_wrong(sides.bridge.capture, capture)
+        if verdict is not None:
             return FirstModule(
                 side=side,
-                module=first.module or "",
-                tensor=first.tensor or "",
-                source=first.source or "",
-                worst=first.worst or "",
-                kind=first.kind or "",
+                module=verdict.module or "",
+                tensor=verdict.tensor or "",
+                source=verdict.source or "",
+                worst=verdict.worst or "",
+                kind=verdict.kind or "",
             )
     return None
 

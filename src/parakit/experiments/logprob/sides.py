@@ -32,9 +32,11 @@ from parakit.experiments.verify.verifier import RANK_ENVIRONMENT, ForkedRanks
 from parakit.launch import Launch, Options, make_sample, parse_target, read_patch_file
 from parakit.logprob import (
     EXPLAINED_FILE,
+    GENERATED_FOLDER,
     SCORES_FILE,
     SEQUENCES_FILE,
     TEXTS_FILE,
+    WHOLE_FOLDER,
     GapExplanation,
     ScoreRequest,
     Task,
@@ -46,12 +48,12 @@ from parakit.verify import Capture, find_token_loss_tolerance, read_capture
 
 HF, MEGATRON = "hf", "megatron"
 PADDING = "--make-vocab-size-divisible-by"
-WHOLE, GENERATED = "whole", "generated"
-"""Two ways in which an engine scores: a forward pass per sequence, and token by token with a KV cache."""
 NUM_PROBES = 4
 """Repetitions of the bridge with rounding errors; the last one also rounds module inputs."""
-SEQUENCES, PROMPT_FRACTION = 4, 4
-"""Sequences that are scored, and the part of each that is the prompt: a fourth."""
+NUM_SEQUENCES = 4
+"""Number of sequences that are scored, unless a global batch size is set."""
+PROMPT_DIVISOR = 4
+"""Number of tokens per token of the prompt: the first fourth of each sequence is its prompt."""
 
 
 class SideError(ValueError):
@@ -88,7 +90,7 @@ class SidesRequest:
             self.options,
             model=self.model,
             iterations=1,
-            global_batch_size=self.options.global_batch_size or SEQUENCES,
+            global_batch_size=self.options.global_batch_size or NUM_SEQUENCES,
         )
         if self.recorded is not None:
             num_sequences, length = read_recorded_tokens(self.recorded).shape
@@ -100,19 +102,19 @@ class SidesRequest:
             f"train-{self.train}-{_get_model_name(self.model)}-{devices}cpu", options
         )
         assert job.device is DeviceKind.CPU
-        rows_multiple = self._rows_multiple
-        if rows_multiple == 1:
+        vocabulary_multiple = self._vocabulary_multiple
+        if vocabulary_multiple == 1:
             return compose_pair(LaunchPair(job, "baseline", is_bf16=self.is_bf16))
         # Megatron pads the vocabulary to a multiple of the flag times TP. The bridge gets the product, so that both
         # count the same rows.
         tensor_degree = parse_strategy(self.train, devices).tensor
-        extra = (*job.options.extra, PADDING, str(rows_multiple))
+        extra = (*job.options.extra, PADDING, str(vocabulary_multiple))
         job = job.with_options(replace(job.options, extra=extra))
-        flags = (PADDING, str(rows_multiple // tensor_degree))
+        flags = (PADDING, str(vocabulary_multiple // tensor_degree))
         return compose_pair(LaunchPair(job, "baseline", flags, is_bf16=self.is_bf16))
 
     @cached_property
-    def _rows_multiple(self) -> int:
+    def _vocabulary_multiple(self) -> int:
         """Number to whose multiple an imported model's vocabulary is padded; 1 for other models and without TP."""
         flags = Flags((*find_model(self.model).flags, *self.options.extra))
         devices = 1 if self.train == "baseline" else count_devices(self.train)
@@ -125,7 +127,7 @@ class SidesRequest:
         """Return the launch of Megatron as the serving engine: `megatron` is one rank, and a strategy is its layout.
 
         Raises:
-            LaunchError: SERVE= is neither.
+            LaunchError: SERVE= names no engine, no file and no strategy.
         """
         strategy = "baseline" if self.serve == MEGATRON else self.serve
         try:
@@ -138,8 +140,8 @@ class SidesRequest:
         options = replace(job.options, patch_file=self.serve_patch_file)
         flags = self.serve_flags
         tensor_degree = parse_strategy(strategy, devices).tensor
-        if self._rows_multiple > 1 and self._rows_multiple % tensor_degree == 0:
-            flags = (PADDING, str(self._rows_multiple // tensor_degree), *flags)
+        if self._vocabulary_multiple > 1 and self._vocabulary_multiple % tensor_degree == 0:
+            flags = (PADDING, str(self._vocabulary_multiple // tensor_degree), *flags)
         pair = LaunchPair(job.with_options(options), "baseline", flags, is_bf16=self.is_bf16)
         return compose_pair(pair).strategy
 
@@ -182,7 +184,7 @@ def serve_in_process(arguments: list[str], log: Path) -> int:
 
 @dataclass
 class Sides:
-    """Runs both sides, and keeps their results in one folder."""
+    """Runner of both sides, which keeps their results in one folder."""
 
     request: SidesRequest
     folder: Path
@@ -232,7 +234,7 @@ class Sides:
             is_scored = TokenLogProbabilities.read(self.request.recorded).is_scored
             return int(np.argmax(is_scored.any(axis=0))) + 1
         num_positions = int(self.bridge.tokens.shape[1])
-        return max(1, num_positions // PROMPT_FRACTION)
+        return max(1, num_positions // PROMPT_DIVISOR)
 
     @cached_property
     def serving(self) -> Path:
@@ -250,8 +252,8 @@ class Sides:
 
     def read_serving(self) -> TokenLogProbabilities:
         """Return the log probabilities of the serving engine as it generates, or else of whole sequences."""
-        generated = self.serving / GENERATED / SCORES_FILE
-        whole = self.serving / WHOLE / SCORES_FILE
+        generated = self.serving / GENERATED_FOLDER / SCORES_FILE
+        whole = self.serving / WHOLE_FOLDER / SCORES_FILE
         return TokenLogProbabilities.read(generated if generated.is_file() else whole)
 
     @cached_property
@@ -278,7 +280,7 @@ class Sides:
             serving=str(self.serving),
             relative_tolerance=self.relative_tolerance,
         )
-        self._run(self.request.verification.reference, request, folder)
+        self._run_request(self.request.verification.reference, request, folder)
         return read_explanation(folder / EXPLAINED_FILE)
 
     def _score_megatron(self, part: str, launch: Launch, num_probes: int) -> ScoredCapture:
@@ -290,10 +292,10 @@ class Sides:
             num_probes=num_probes,
             sequences=self._recorded_sequences,
         )
-        self._run(launch, request, folder)
+        self._run_request(launch, request, folder)
         return read_scored_capture(folder, self.folder / f"{part}-joined")
 
-    def _run(self, launch: Launch, request: ScoreRequest, folder: Path) -> None:
+    def _run_request(self, launch: Launch, request: ScoreRequest, folder: Path) -> None:
         """Run a request on the ranks of a launch.
 
         Raises:
@@ -336,17 +338,17 @@ class Sides:
         """
         folder = self.folder / "serving"
         scored = self._score_megatron("served", launch, num_probes=0)
-        (folder / WHOLE).mkdir(parents=True)
+        (folder / WHOLE_FOLDER).mkdir(parents=True)
         (folder / "capture").symlink_to(scored.capture.folder)
-        scored.select(self.prompt_tokens).write(folder / WHOLE / SCORES_FILE)
+        scored.select(self.prompt_tokens).write(folder / WHOLE_FOLDER / SCORES_FILE)
         request = ScoreRequest(
             task=Task.GENERATE,
-            folder=str(folder / GENERATED),
+            folder=str(folder / GENERATED_FOLDER),
             sequences=str(self._write_sequences()),
             prompt_tokens=self.prompt_tokens,
         )
         try:
-            self._run(launch, request, folder / GENERATED)
+            self._run_request(launch, request, folder / GENERATED_FOLDER)
         except SideError as error:
             self.problem = f"Megatron's static engine does not run in this layout: {error}"
         return folder
@@ -354,8 +356,8 @@ class Sides:
     def _read_recorded(self, path: Path) -> Path:
         """Return the folder of the results of an engine that recorded them (`parakit.record_tokens`)."""
         folder = self.folder / "serving"
-        (folder / GENERATED).mkdir(parents=True)
-        TokenLogProbabilities.read(path).write(folder / GENERATED / SCORES_FILE)
+        (folder / GENERATED_FOLDER).mkdir(parents=True)
+        TokenLogProbabilities.read(path).write(folder / GENERATED_FOLDER / SCORES_FILE)
         return folder
 
     def _write_sequences(self) -> Path:
@@ -376,7 +378,7 @@ class Sides:
         checkpoint = find_checkpoints(launch.initial_checkpoint)[0].path
         target = self.folder / "exported"
         shape = launch.model.shape
-        rows = self.count_rows(launch)
+        rows = self.count_vocabulary_rows(launch)
         export_model(
             checkpoint,
             launch.flags,
@@ -388,7 +390,7 @@ class Sides:
         return target
 
     @staticmethod
-    def count_rows(launch: Launch) -> int:
+    def count_vocabulary_rows(launch: Launch) -> int:
         """Return the rows of a launch's embedding, with Megatron's padding."""
         multiple = Flags(launch.flags).integer(PADDING)
         shape = replace(launch.model.shape, vocabulary_multiple=multiple)
