@@ -61,7 +61,7 @@ from parakit.capturing import StoredTensors
 Change = Callable[[PassEdits], AbstractContextManager[None]]
 """Function that returns the context in which a change is in effect, and that adds edits of the pass."""
 
-EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12)
+EPSILONS = (1e-3, 1e-5, 1e-6, 1e-8, 1e-12)
 """Epsilons of norms that are tried. The constants below list the tried values of other settings."""
 ROTARY_BASES = (1e4, 5e5, 1e6)
 ROTARY_FACTORS = (2.0, 4.0, 8.0)

@@ -152,16 +152,6 @@ FAMILIES = {
         "the output layer of one engine computes in {value}",
         "Compute logits in fp32 in both engines.",
     ),
-    "softmax-precision": HypothesisFamily(
-        CauseKind.PRECISION,
-        "the attention's softmax of one engine computes in {value}",
-        "Set --attention-softmax-in-fp32.",
-    ),
-    "precision": HypothesisFamily(
-        CauseKind.PRECISION,
-        "one engine computes in {value}",
-        "Use the same dtype in both engines, or correct for the gap with importance sampling.",
-    ),
     "whole-sequences": HypothesisFamily(
         CauseKind.BATCH_SHAPE,
         "generation with a KV cache computes something else than a forward pass of the same engine",

@@ -9,7 +9,7 @@ from enum import StrEnum
 import msgspec
 
 from parakit.artifacts.verdict import VerifyOutcome
-from parakit.logprob.explain import GapStep
+from parakit.logprob.explain import LEAST_FRACTION, GapStep
 from parakit.logprob.gap import Gap
 from parakit.logprob.hypotheses import FAMILIES, CauseKind, split_hypothesis, state_cause
 
@@ -94,7 +94,7 @@ class LogprobVerdict(msgspec.Struct, frozen=True):
         if not self.causes:
             return (
                 f"Log probabilities differ by {size}, and none of the {len(self.tried)} changes that were tried "
-                "makes the gap smaller."
+                f"removes {LEAST_FRACTION:.0%} of the KL."
             )
         sentence = f"Log probabilities differ by {size}, because {self._state_main_cause()}"
         clauses = [*self._list_other_causes(), *self._list_excluded_kinds()]
