@@ -123,8 +123,8 @@ def test_the_sentence_says_how_much_is_unexplained() -> None:
 
 def test_the_sentence_says_that_no_change_helped() -> None:
     assert make_verdict({"unknown": 0.1}).sentence == (
-        "Log probabilities differ by 0.1 on average (KL 5.2e-03), and none of the 3 changes that were tried removes 30% "
-        "of the KL."
+        "Log probabilities differ by 0.1 on average (KL 5.2e-03), and none of the 3 changes that were tried removes "
+        "30% of the KL."
     )
 
 
