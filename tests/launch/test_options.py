@@ -58,7 +58,7 @@ def test_every_variable_arrives(tmp_path: Path) -> None:
         ("CALIBRATE", "yes", "0 or 1"),
         ("BACKEND", "jax", "megatron, native, deepspeed, bare or transformers"),
         ("EXTRA", "'open", "flags with closed quotes"),
-        ("MEGATRON_LM", "/nowhere", "a folder with pretrain_gpt.py"),
+        ("MEGATRON_LM", "/nowhere", "a folder with pretrain_gpt.py; give the folder of a clone"),
     ],
 )
 def test_a_wrong_value_is_named_with_its_variable(name: str, value: str, wanted: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from parakit.planner.advice import StrategyFamily, find_best_of_each_family
-from parakit.planner.advise import _answer_megatron, answer_questions
+from parakit.planner.advise import _answer_megatron, _describe_unchanged, answer_questions
 from parakit.planner.request import build_request
 from parakit.planner.search import search_configurations
 from tests.given import asked_of_plan
@@ -94,3 +94,12 @@ def test_an_assumed_global_batch_is_named(
     screen = " ".join(capsys.readouterr().out.split())
     assumption = "(the batch of the model's file)"
     assert (assumption in screen) == (not arguments)
+
+
+def test_changes_that_leave_the_choice_the_same_are_listed_as_separate_changes() -> None:
+    assert _describe_unchanged(["twice the devices"]) == (
+        "The choice stays the same with twice the devices."
+    )
+    assert _describe_unchanged(["twice the devices", "a global batch of 8"]) == (
+        "Each of these changes alone leaves the choice the same: twice the devices and a global batch of 8."
+    )

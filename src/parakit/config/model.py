@@ -417,10 +417,14 @@ def _explain_unknown_model(name: str) -> str:
             f"gpt3-345m, or start {script} yourself and read its log with 'make report LOGS='."
         )
     hint = suggest_names(name, model_names(), "'make list' shows all models")
+    return f"There is no model '{name}'; {hint} {explain_own_model(name)}"
+
+
+def explain_own_model(name: str) -> str:
+    """Return a sentence that states how to use a model of the user's own with a name that no model has."""
     return (
-        f"There is no model '{name}'; {hint} To use a model of your own, write Megatron's "
-        f"flags to examples/gpt3/models/{name}.args, or give MODEL= the path of any .args file or "
-        "config.json."
+        f"To use a model of your own, write Megatron's flags to examples/gpt3/models/{name}.args, or give "
+        "MODEL= the path of any .args file or config.json."
     )
 
 

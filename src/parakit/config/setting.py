@@ -55,6 +55,8 @@ def parse_setting(setting: Setting, text: str, reader: Callable[[str], Any] | No
         raise
     except ValueError:
         hint = suggest_digits(text, setting.kind)
+        if setting.kind == settings.CHECKOUT:
+            hint = "; give the folder of a clone of NVIDIA/Megatron-LM, or leave it out"
         raise SettingError(f"{setting.name}={text} is not {setting.kind}{hint}.") from None
 
 

@@ -244,8 +244,8 @@ def tie_sentence(plan: Plan) -> str:
     verb = "is" if len(plan.tied) == 1 else "are"
     winner = plan.ranked[0].strategy
     return (
-        f"{joined(names)} {verb} tied with {winner}: predictions cannot tell times within "
-        f"{TIE_RATIO - 1:.0%} apart. The plan chooses {winner}, because it is the most usual of them."
+        f"{joined(names)} {verb} tied with {winner}: the planner cannot rank strategies whose predicted times "
+        f"differ by less than {TIE_RATIO - 1:.0%}. The plan chooses {winner}, because it is the most usual."
     )
 
 
@@ -258,7 +258,8 @@ def runner_up_sentence(winner: Candidate, second: Candidate) -> str:
     if winner.is_tied(second):
         return (
             f"{second.strategy} takes {duration(second_seconds)}, which is tied with {winner.strategy}'s "
-            f"{duration(seconds)}: predictions cannot tell times within {TIE_RATIO - 1:.0%} apart."
+            f"{duration(seconds)}: the planner cannot rank strategies whose predicted times differ by less "
+            f"than {TIE_RATIO - 1:.0%}."
         )
     lead = 100 * (second_seconds - seconds) / seconds
     return (

@@ -216,8 +216,15 @@ def describe_changes(plan: Plan, winner: Candidate) -> str:
         else:
             sentences.append(f"With {circumstance} use {ranked[0].strategy}.")
     if unchanged:
-        sentences.append(f"The choice stays the same with {joined(unchanged)}.")
+        sentences.append(_describe_unchanged(unchanged))
     return " ".join(sentences)
+
+
+def _describe_unchanged(circumstances: list[str]) -> str:
+    """Return a sentence that lists the circumstances of which none changes the choice. The list is not empty."""
+    if len(circumstances) == 1:
+        return f"The choice stays the same with {circumstances[0]}."
+    return f"Each of these changes alone leaves the choice the same: {joined(circumstances)}."
 
 
 def _enumerate_variations(request: Request) -> Iterator[tuple[str, Request]]:

@@ -119,8 +119,8 @@ def _list_commands(plan: Plan) -> str:
             f"  {format_short_torchrun_line(state_chosen_flags(request, winner), winner.spec)}"
         )
         lines.append(
-            f"FOR=megatron prints {MODEL_FLAGS} too, FOR=bridge and FOR=torchtitan settings of these trainers, "
-            "LAUNCHER=slurm a script."
+            f"FOR=megatron prints the command with the flags of {MODEL_FLAGS}. FOR=bridge and FOR=torchtitan "
+            "print the settings of these trainers. LAUNCHER=slurm prints a script for sbatch."
         )
     lines.append("ALL=1 prints the ranking, the parts of time and memory, and further answers.")
     return "\n".join(lines)

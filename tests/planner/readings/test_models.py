@@ -62,7 +62,8 @@ def test_refused_and_unknown_names_are_refused_with_the_way_out() -> None:
     with pytest.raises(UnknownModelError, match=r"deepseek-v4 has sparse .* plan another model"):
         find_planned_model("deepseek-v4")
     with pytest.raises(
-        UnknownModelError, match=r"no model .deepseekv3.; did you mean deepseek-v3\?"
+        UnknownModelError,
+        match=r"no model .deepseekv3.; did you mean deepseek-v3\? To use a model of your own",
     ):
         find_planned_model("deepseekv3")
     with pytest.raises(

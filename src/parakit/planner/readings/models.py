@@ -14,6 +14,7 @@ from parakit.config.model import (
     Model,
     ModelShape,
     UnknownModelError,
+    explain_own_model,
     find_model,
     is_model_file,
     model_from_flags,
@@ -169,4 +170,6 @@ def _suggest_published_name(text: str) -> None:
     planned = [name for name in published_model_names() if "refused" not in model_facts(name)]
     near = difflib.get_close_matches(text, (*model_names(), *planned), n=1)
     if near and near[0] not in model_names():
-        raise UnknownModelError(f"There is no model '{text}'; did you mean {near[0]}?")
+        raise UnknownModelError(
+            f"There is no model '{text}'; did you mean {near[0]}? {explain_own_model(text)}"
+        )
