@@ -85,8 +85,8 @@ def test_plan_prints_the_flags_that_training_needs(capsys: pytest.CaptureFixture
     assert run_plan(["--model", "llama2-13b", "--strategy", "tp2dp4", "--gpu", "h100"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "write these flags to llama2-13b.args: --num-layers 40 --hidden-size 5120" in printed
-    assert "make train-tp2dp4-llama2-13b-8gpu" in printed
-    assert "MODEL=llama2-13b.args" in printed
+    assert "parakit train-tp2dp4-llama2-13b-8gpu" in printed
+    assert "--model llama2-13b.args" in printed
 
 
 def test_flags_of_a_published_model_are_a_models_file() -> None:
