@@ -126,7 +126,7 @@ SEEN = [
     [1, 1, 2, 1, 0, 64, 64],
     [1, 2, 1, 1, 0, 64, 64],
 ]
-IN_FP8 = [2, 1, 1, 1, 1, 2, 2]
+IN_FP8 = [2, 1, 1, 1, 1, 1, 2]
 
 
 def commands(version: str, folder: Path) -> list[tuple[int, tuple[str, ...]]]:

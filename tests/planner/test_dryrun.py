@@ -334,7 +334,7 @@ def test_configuration_that_cannot_be_simulated_gives_a_single_sentence(
         ("--model gpt2-tiny --ranks second", "no rank 'second'; use first, middle, last"),
         ("--model gpt2-tiny --data 2 --ranks 2", "Rank 2 is outside the world of 2; use 0 to 1."),
         ("--model gpt2-tiny --dtype fp8", "no dtype 'fp8'; use fp16, bf16, fp32"),
-        ("--model gpt2-tiny --data 2 --global-batch 3", "no multiple of 8"),
+        ("--model gpt2-tiny --data 2 --global-batch 3", "no multiple of 2"),
         ("--model gpt2-tiny --micro-batch 0", "--micro-batch: 0 is not a whole number above 0"),
     ],
 )

@@ -72,7 +72,7 @@ def test_options_without_a_step_are_unchanged() -> None:
         ("200 ms on 121", "no timed run of the tutorial"),
         ("200 ms on MODEL=gpt2-large", "add STRATEGY="),
         (f"200 ms on 231, 100 ms on {SMALL_STEP}", "two measured steps"),
-        ("200 ms on STRATEGY=tp2 MODLE=gpt2-large", "CALIBRATE has MODLE=gpt2-large"),
+        ("200 ms on STRATEGY=tp2 MODLE=gpt2-large", 'CALIBRATE has "MODLE=gpt2-large"'),
     ],
 )
 def test_step_that_does_not_tell_the_host_time_is_refused(text: str, message: str) -> None:
