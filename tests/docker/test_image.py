@@ -85,7 +85,7 @@ class TestVersions:
         assert [row[0] for row in rows] == [pair.ngc_tag for pair in pairs]
         assert [row[2] for row in rows] == [pair.megatron_commit[:8] for pair in pairs]
         assert [row[0] for row in rows if row[1]] == [pairs[0].ngc_tag]
-        newest = [row[0] for row in rows if "**the newest**" in row[3]]
+        newest = [row[0] for row in rows if "**the newest pair**" in row[3]]
         assert newest == [max(pair.ngc_tag for pair in pairs)]
 
     def test_a_digest_behind_a_pair_is_the_bases(self, tmp_path: Path) -> None:
