@@ -31,7 +31,8 @@ def test_stopped_rank_is_named_with_stacks_and_the_run_can_be_resumed(
     assert f"nothing was logged for {seconds} s. Rank 1 " in status.reason
     assert "was stopped by a signal" in status.reason
     stacks = ended.folder / records.STACKS_FOLDER
-    stack_files = ["rank0.pkl", "rank0.txt", "rank1.pkl", "rank1.txt", records.STOPPED_FILE]
+    rank_files = ("rank0.pkl", "rank0.txt", "rank1.pkl", "rank1.txt")
+    stack_files = [records.ASKED_FILE, *rank_files, records.STOPPED_FILE]
     assert sorted(path.name for path in stacks.iterdir()) == stack_files
     assert all("train" in path.read_text() for path in stacks.glob("rank*.txt"))
     assert ended.run.log.iterations
