@@ -323,3 +323,22 @@ def make_rotary(frequencies: Tensor, positions: Tensor, like: Tensor) -> Tensor:
     """Return the rotary embedding of positions, in the form of `like` [positions, 1, 1, channels]."""
     angles = torch.outer(positions, frequencies.float())
     return torch.cat((angles, angles), dim=-1).view(like.shape).to(like.dtype)
+
+
+@contextmanager
+def replace_rotary(rotary: Any, compute: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    """Replace the output of a rotary embedding: `compute` gets the embedding and returns another one.
+
+    If the module returns a tuple, the embedding is its first item, and the other items stay.
+    """
+
+    def replace_output(_: Any, __: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (compute(output[0]), *output[1:])
+        return compute(output)
+
+    handle = rotary.register_forward_hook(replace_output)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -36,6 +36,7 @@ from megatron_patches.logprob.changes import (
     keep_top_p,
     make_rotary,
     mask_padding,
+    replace_rotary,
     replace_weights,
     set_activation,
     set_config,
@@ -293,33 +294,23 @@ class Bridge:
             yield
             return
 
-        def shift(_: Any, __: Any, output: Any) -> Any:
-            embedding = output[0] if isinstance(output, tuple) else output
+        def shift(embedding: Tensor) -> Tensor:
             positions = torch.arange(len(embedding)).float()
             positions[first:] += offset
-            shifted = make_rotary(frequencies, positions, embedding)
-            return (shifted, *output[1:]) if isinstance(output, tuple) else shifted
+            return make_rotary(frequencies, positions, embedding)
 
-        handle = rotary.register_forward_hook(shift)
-        try:
+        with replace_rotary(rotary, shift):
             yield
-        finally:
-            handle.remove()
 
     @contextmanager
     def _set_frequencies(self, frequencies: Tensor, edits: PassEdits) -> Iterator[None]:  # noqa: ARG002
         """Give the rotary embedding other frequencies."""
 
-        def replace(_: Any, __: Any, output: Any) -> Any:
-            embedding = output[0] if isinstance(output, tuple) else output
-            replacement = make_rotary(frequencies, torch.arange(len(embedding)).float(), embedding)
-            return (replacement, *output[1:]) if isinstance(output, tuple) else replacement
+        def scale(embedding: Tensor) -> Tensor:
+            return make_rotary(frequencies, torch.arange(len(embedding)).float(), embedding)
 
-        handle = self.model.rotary_pos_emb.register_forward_hook(replace)
-        try:
+        with replace_rotary(self.model.rotary_pos_emb, scale):
             yield
-        finally:
-            handle.remove()
 
     @contextmanager
     def _replay_choices(self, served: StoredTensors, edits: PassEdits) -> Iterator[None]:  # noqa: ARG002

@@ -85,7 +85,7 @@ class SidesRequest:
         Raises:
             LaunchError: The model or the strategy is unknown, or does not fit.
         """
-        devices = 1 if self.train == "baseline" else count_devices(self.train)
+        devices = _count_ranks(self.train)
         options = replace(
             self.options,
             model=self.model,
@@ -117,7 +117,7 @@ class SidesRequest:
     def _vocabulary_multiple(self) -> int:
         """Number to whose multiple an imported model's vocabulary is padded; 1 for other models and without TP."""
         flags = Flags((*find_model(self.model).flags, *self.options.extra))
-        devices = 1 if self.train == "baseline" else count_devices(self.train)
+        devices = _count_ranks(self.train)
         tensor_degree = parse_strategy(self.train, devices).tensor
         if not flags.has(PADDING) or tensor_degree == 1:
             return 1
@@ -131,7 +131,7 @@ class SidesRequest:
         """
         strategy = "baseline" if self.serve == MEGATRON else self.serve
         try:
-            devices = 1 if strategy == "baseline" else count_devices(strategy)
+            devices = _count_ranks(strategy)
         except StrategyError as error:
             raise LaunchError(
                 f"SERVE={self.serve} is neither hf, megatron nor a file, and no strategy: {error}"
@@ -160,6 +160,15 @@ class SidesRequest:
     def dtype(self) -> str:
         """PyTorch's name of the dtype in which both sides compute."""
         return "bfloat16" if self.is_bf16 else "float32"
+
+
+def _count_ranks(strategy: str) -> int:
+    """Return the number of ranks of a strategy.
+
+    Raises:
+        StrategyError: The name is no strategy.
+    """
+    return 1 if strategy == "baseline" else count_devices(strategy)
 
 
 def _get_model_name(model: str) -> str:
