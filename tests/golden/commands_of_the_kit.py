@@ -12,6 +12,7 @@ import difflib
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import warnings
@@ -32,6 +33,7 @@ and list it as an improvement where the change is described.
 """
 
 _FREE_BYTES = 16 << 30
+_FREE_DISK_BYTES = 1 << 40
 BASE_ENVIRONMENT = {"COLUMNS": "100", "LANG": "C.UTF-8"}
 
 
@@ -60,6 +62,8 @@ class Commands:
             # Other processes of this machine must not change the output.
             memory = psutil.virtual_memory()._replace(available=_FREE_BYTES)
             patch.setattr(psutil, "virtual_memory", lambda: memory)
+            disk = shutil.disk_usage(ROOT)._replace(free=_FREE_DISK_BYTES)
+            patch.setattr(shutil, "disk_usage", lambda folder: disk)
             patch.setattr(model, "HUB", ROOT / "no models are imported")
             code = _run_module(command)
         printed = self._capfd.readouterr()
