@@ -3,11 +3,20 @@ from dataclasses import replace
 
 import pytest
 
+import parakit
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch, count_devices, parse_strategy
 from parakit.costs import PredictedMemory
+from parakit.planner.advice import tie_sentence
 from parakit.planner.readings.published import usual_cluster
-from parakit.planner.ties import Usualness, choose_preferred, classify_usualness
+from parakit.planner.ties import (
+    Preference,
+    Usualness,
+    choose_preferred,
+    classify_usualness,
+    find_deciding_field,
+)
+from parakit.planner.verdict import Fit
 from tests.costs.test_memory import tiny
 
 
@@ -65,3 +74,32 @@ def test_tensor_parallelism_across_nodes_is_unusual() -> None:
     split = parse_strategy("sp16dp2-zero1", 32)
     assert classify_usualness(split, 8) is Usualness.UNUSUAL
     assert classify_usualness(split, 72) is Usualness.TENSOR
+
+
+ROOMY = Preference(False, False, False, Usualness.PIPELINE, 2, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("other", "field"),
+    [
+        (ROOMY._replace(is_close=True, usualness=Usualness.DATA), "is_close"),
+        (ROOMY._replace(lacks_room=True, usualness=Usualness.TENSOR), "lacks_room"),
+        (ROOMY._replace(usualness=Usualness.CONTEXT, seconds=0.9), "usualness"),
+        (ROOMY._replace(num_kinds=3), "num_kinds"),
+        (ROOMY, "seconds"),
+        (None, "seconds"),
+    ],
+)
+def test_the_first_field_that_differs_decides_between_tied_runs(
+    other: Preference | None, field: str
+) -> None:
+    assert find_deciding_field(ROOMY, other) == field
+
+
+def test_tied_strategies_that_nearly_fill_the_device_are_refused_for_that_reason() -> None:
+    plan = parakit.plan("llama3-8b", gpus=8, gpu="h100").plan
+    assert any(candidate.verdict is Fit.CLOSE for candidate in plan.tied)
+    assert plan.ranked[0].verdict is Fit.FITS
+    sentence = tie_sentence(plan)
+    assert "because it is the most usual" not in sentence
+    assert "close to the device's memory limit" in sentence

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from enum import StrEnum
+from typing import NamedTuple
 
 from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
@@ -22,8 +23,14 @@ from parakit.planner.candidates import (
     list_micro_batch_sizes,
     list_recomputes,
 )
-from parakit.planner.search import Candidate, Plan, Request, evaluate_configuration
-from parakit.planner.ties import TIE_RATIO
+from parakit.planner.search import (
+    Candidate,
+    Plan,
+    Request,
+    evaluate_configuration,
+    rank_candidate_preferences,
+)
+from parakit.planner.ties import ROOMY_FRACTION, TIE_RATIO, find_deciding_field
 from parakit.planner.time.cluster import Cluster, find_route
 from parakit.planner.time.iteration import TIME_COMPONENTS
 from parakit.planner.verdict import MOST_RECOMMENDED_FRACTION, Fit, explain_close_fit
@@ -57,6 +64,30 @@ _FULL_DEVICE = 0.9
 """Fraction of a device's memory above which memory is the bottleneck."""
 _MOST_NAMED_TIES = 3
 """Tied strategies that a sentence names."""
+
+
+class _Reason(NamedTuple):
+    """Reason against a tied strategy, as a verb phrase for one strategy and for several."""
+
+    singular: str
+    plural: str
+
+
+_IS_LESS_USUAL = _Reason("is less usual", "are less usual")
+_REASONS_AGAINST = {
+    "is_close": _Reason(
+        "is close to the device's memory limit", "are close to the device's memory limit"
+    ),
+    "is_unusual": _IS_LESS_USUAL,
+    "lacks_room": _Reason(
+        f"fills more than {ROOMY_FRACTION:.0%} of the device",
+        f"fill more than {ROOMY_FRACTION:.0%} of the device",
+    ),
+    "usualness": _IS_LESS_USUAL,
+    "num_kinds": _Reason("combines more kinds of parallelism", "combine more kinds of parallelism"),
+    "seconds": _Reason("takes longer", "take longer"),
+}
+"""Reasons against a tied strategy by the field of `Preference` that decides."""
 
 
 class StrategyFamily(StrEnum):
@@ -234,7 +265,7 @@ def request_sentence(request: Request) -> str:
 
 
 def tie_sentence(plan: Plan) -> str:
-    """Return a sentence that names the strategies tied with the winner, and the rule that chose the winner.
+    """Return a sentence that names the strategies tied with the winner, and says why the plan does not choose them.
 
     The plan must have a strategy that is tied with its winner. At most `_MOST_NAMED_TIES` strategies are named.
     """
@@ -245,8 +276,28 @@ def tie_sentence(plan: Plan) -> str:
     winner = plan.ranked[0].strategy
     return (
         f"{joined(names)} {verb} tied with {winner}: the planner cannot rank strategies whose predicted times "
-        f"differ by less than {TIE_RATIO - 1:.0%}. The plan chooses {winner}, because it is the most usual."
+        f"differ by less than {TIE_RATIO - 1:.0%}. The plan chooses {winner}, because {_preference_clause(plan)}."
     )
+
+
+def _preference_clause(plan: Plan) -> str:
+    """Return a clause that says for each reason which tied strategies the plan does not choose."""
+    preferences = rank_candidate_preferences(plan.request, plan.ranked)
+    preferred = preferences[plan.ranked[0].spec]
+    strategies_by_reason: dict[_Reason, list[str]] = {}
+    for candidate in plan.tied:
+        field = find_deciding_field(preferred, preferences.get(candidate.spec))
+        reason = _REASONS_AGAINST[field]
+        strategies_by_reason.setdefault(reason, []).append(candidate.strategy)
+    clauses = []
+    for reason, strategies in strategies_by_reason.items():
+        if len(strategies) == 1:
+            clauses.append(f"{strategies[0]} {reason.singular}")
+        elif len(strategies) == len(plan.tied):
+            clauses.append(f"the others {reason.plural}")
+        else:
+            clauses.append(f"{len(strategies)} of them {reason.plural}")
+    return joined(clauses)
 
 
 def runner_up_sentence(winner: Candidate, second: Candidate) -> str:

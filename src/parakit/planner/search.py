@@ -53,7 +53,7 @@ from parakit.planner.expert_options import (
     choose_expert_options,
 )
 from parakit.planner.readings.local_readings import OwnRuns
-from parakit.planner.ties import TIE_RATIO, are_tied, choose_preferred
+from parakit.planner.ties import TIE_RATIO, Preference, are_tied, rank_preferences
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import (
     TIME_COMPONENTS,
@@ -252,15 +252,23 @@ def _evaluate_variants(request: Request, bound: _Bound, limit: float) -> Iterato
 def _put_preferred_first(request: Request, ranked: list[Candidate]) -> list[Candidate]:
     """Return the candidates with the preferred candidate in front.
 
-    The preferred candidate is chosen by `choose_preferred` among those that are tied with the fastest. The others keep
-    their order.
+    The preferred candidate has the smallest `Preference` of those that are tied with the fastest. The others keep their
+    order.
     """
     if not ranked:
         return ranked
-    seconds = {candidate.spec: candidate.seconds.total for candidate in ranked}
-    memory = {candidate.spec: candidate.memory for candidate in ranked}
-    preferred = choose_preferred(seconds, memory.__getitem__, request.cluster)
+    preferences = rank_candidate_preferences(request, ranked)
+    preferred = min(preferences, key=preferences.__getitem__)
     return sorted(ranked, key=lambda candidate: candidate.spec != preferred)
+
+
+def rank_candidate_preferences(
+    request: Request, candidates: Sequence[Candidate]
+) -> dict[RunSpec, Preference]:
+    """Return the preference of each candidate's run that is tied with the fastest."""
+    seconds = {candidate.spec: candidate.seconds.total for candidate in candidates}
+    memory = {candidate.spec: candidate.memory for candidate in candidates}
+    return rank_preferences(seconds, memory.__getitem__, request.cluster)
 
 
 def evaluate_configuration(

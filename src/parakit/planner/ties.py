@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from enum import IntEnum
+from typing import NamedTuple
 
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism
@@ -55,16 +56,26 @@ def are_tied(one_time: float, other_time: float) -> bool:
     return slower <= TIE_RATIO * faster
 
 
-def choose_preferred(
+class Preference(NamedTuple):
+    """Sort key of a tied run, with its fields in the order in which they decide. The smallest is preferred."""
+
+    is_close: bool
+    """True if the run is close to the device's memory, so that only a try can tell whether it fits."""
+    is_unusual: bool
+    lacks_room: bool
+    """True if the run holds more than `ROOMY_FRACTION` of the device."""
+    usualness: Usualness
+    num_kinds: int
+    """Number of kinds of parallelism that split the model or its sequence."""
+    seconds: float
+
+
+def rank_preferences(
     seconds: Mapping[RunSpec, float],
     memory_of: Callable[[RunSpec], PredictedMemory],
     cluster: Cluster,
-) -> RunSpec:
-    """Return the preferred run among those that are tied with the fastest.
-
-    The order of preference is: a run that fits over one that is close to the device's memory, a usual strategy over an
-    unusual one, at most `ROOMY_FRACTION` of the device over more, the more usual strategy, fewer kinds of parallelism,
-    and less time.
+) -> dict[RunSpec, Preference]:
+    """Return the preference of each run that is tied with the fastest.
 
     Args:
         seconds: Predicted seconds per run.
@@ -72,30 +83,56 @@ def choose_preferred(
         cluster: The devices and their nodes.
     """
     fastest = min(seconds.values())
-    tied_specs = [spec for spec, time in seconds.items() if are_tied(time, fastest)]
     splits = [spec.parallelism for spec in seconds]
     # A trainer without sequence parallelism or without ZeRO offers no more usual strategies.
     has_sequence = any(split.sequence_parallel for split in splits)
     has_sharding = any(split.sharding for split in splits)
     roomy_bytes = ROOMY_FRACTION * cluster.device.memory_bytes
-
-    def rank_preference(spec: RunSpec) -> tuple[float, ...]:
-        """Return a sort key in the order of preference."""
+    preferences = {}
+    for spec, time in seconds.items():
+        if not are_tied(time, fastest):
+            continue
         memory, split = memory_of(spec), spec.parallelism
         usualness = classify_usualness(split, cluster.per_node)
         is_unusual = usualness is Usualness.UNUSUAL
         if is_unusual and not _has_usual_variant(split, has_sequence, has_sharding):
             usualness = _classify_last_kind(split)
-        return (
-            judge_fit_on_cluster(spec, memory, cluster) is not Fit.FITS,
-            usualness >= Usualness.UNUSUAL,
-            memory.total > roomy_bytes,
-            usualness,
-            _count_kinds(split),
-            seconds[spec],
+        preferences[spec] = Preference(
+            is_close=judge_fit_on_cluster(spec, memory, cluster) is not Fit.FITS,
+            is_unusual=usualness >= Usualness.UNUSUAL,
+            lacks_room=memory.total > roomy_bytes,
+            usualness=usualness,
+            num_kinds=_count_kinds(split),
+            seconds=time,
         )
+    return preferences
 
-    return min(tied_specs, key=rank_preference)
+
+def choose_preferred(
+    seconds: Mapping[RunSpec, float],
+    memory_of: Callable[[RunSpec], PredictedMemory],
+    cluster: Cluster,
+) -> RunSpec:
+    """Return the run with the smallest `Preference` among those that are tied with the fastest.
+
+    The arguments are those of `rank_preferences`.
+    """
+    preferences = rank_preferences(seconds, memory_of, cluster)
+    return min(preferences, key=preferences.__getitem__)
+
+
+def find_deciding_field(preferred: Preference, other: Preference | None) -> str:
+    """Return the name of the `Preference` field that puts the preferred run before another run.
+
+    Args:
+        preferred: Preference of the preferred run.
+        other: Preference of the other run. None for a run that is tied with the preferred run, but not with the fastest
+            run.
+    """
+    if other is None:
+        return "seconds"
+    fields = zip(Preference._fields, preferred, other, strict=True)
+    return next((name for name, value, other_value in fields if value != other_value), "seconds")
 
 
 def classify_usualness(split: Parallelism, ranks_per_node: int) -> Usualness:
