@@ -233,15 +233,28 @@ def test_a_site_may_load_modules_although_slurm_passes_no_function_on(tmp_path: 
     assert seen["LOADED"] == "load cuda/12.9"
 
 
-def test_gpus_cpus_time_and_running_elements_have_defaults_that_come_before_the_sites() -> None:
+def list_options(text: str) -> list[str]:
+    return [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+
+
+def test_gpus_cpus_time_and_running_elements_have_defaults() -> None:
     gpus = {"device": DeviceKind.GPU, "devices_per_node": 8}
-    site = Slurm(directives=("--time=1:00", "--cpus-per-task=96"))
-    text = render_batch_script(job(*(CELL,) * 20, slurm=site, **gpus))
-    lines = [line.removeprefix("#SBATCH ") for line in text.splitlines() if "#SBATCH" in line]
+    text = render_batch_script(job(*(CELL,) * 20, **gpus))
     for ours in ("--gpus-per-node=8", "--cpus-per-task=32", "--time=04:00:00", "--array=0-19%8"):
-        assert ours in lines
-    assert lines[-2:] == ["--time=1:00", "--cpus-per-task=96"]
+        assert ours in list_options(text)
     assert "--cpus-per-task" not in text.partition("exec srun")[2]
+
+
+@pytest.mark.parametrize(
+    "stated", [("--time=1:00", "--cpus-per-task=96"), ("-t 1:00", "-c 96"), ("-c 96 -t 1:00",)]
+)
+def test_a_default_is_left_out_if_the_site_states_the_option(stated: tuple[str, ...]) -> None:
+    gpus = {"device": DeviceKind.GPU, "devices_per_node": 8}
+    options = list_options(render_batch_script(job(slurm=Slurm(directives=stated), **gpus)))
+    assert options[-len(stated) :] == list(stated)
+    assert "--gpus-per-node=8" in options
+    assert "--time=04:00:00" not in options
+    assert "--cpus-per-task=32" not in options
 
 
 def test_slurm_gres_names_the_gpus_in_place_of_gpus_per_node() -> None:

@@ -66,7 +66,8 @@ STATED_OPTIONS = (
 GPU_OPTIONS = ("gpus", "gpus-per-node", "gpus-per-task", "gres")
 _RENAMED_OPTIONS = {
     **{"array-inx": "array", "timelimit": "time", "mem-per-node": "mem"},
-    **{"A": "account", "C": "constraint", "p": "partition", "q": "qos", "t": "time"},
+    **{"A": "account", "C": "constraint", "c": "cpus-per-task", "p": "partition", "q": "qos"},
+    **{"t": "time"},
 }
 """Long options of sbatch, by short option and by variable, where they have another name."""
 
@@ -175,9 +176,7 @@ def find_replacing_variables(job: BatchJob, environment: Mapping[str, str]) -> t
     SLURM_TIME= and without a site's time limit.
     """
     stated = {*STATED_OPTIONS, *(GPU_OPTIONS if job.device is DeviceKind.GPU else ())}
-    for word in split_directives(job.slurm.directives):
-        option = word.partition("=")[0].lstrip("-")
-        stated.add(_RENAMED_OPTIONS.get(option, option))
+    stated |= _list_stated_options(job.slurm.directives)
     names = []
     for name in sorted(environment):
         option = name.removeprefix("SBATCH_").lower().replace("_", "-")
@@ -186,8 +185,22 @@ def find_replacing_variables(job: BatchJob, environment: Mapping[str, str]) -> t
     return tuple(names)
 
 
+def _list_stated_options(directives: Sequence[str]) -> set[str]:
+    """Return the long names of the options that `#SBATCH` lines of the site and of the user state, without dashes."""
+    return {_get_option_name(argument) for argument in split_directives(directives)}
+
+
+def _get_option_name(option: str) -> str:
+    """Return the long name of an option of sbatch, without dashes and value."""
+    name = option.partition("=")[0].lstrip("-")
+    return _RENAMED_OPTIONS.get(name, name)
+
+
 def _directives(job: BatchJob) -> Sequence[str]:
-    """Return the options of the script's #SBATCH lines. Options of the site file and of the user come last."""
+    """Return the options of the script's #SBATCH lines. Options of the site file and of the user come last.
+
+    A default of the kit is left out if the site or the user states the option.
+    """
     signal: tuple[str, ...] = ()
     if job.warning_seconds:
         signal = (f"--signal=USR1@{job.warning_seconds}",)
@@ -199,12 +212,13 @@ def _directives(job: BatchJob) -> Sequence[str]:
         # In this option, sbatch replaces patterns that begin with a percent sign.
         output = f"{ROOT / job.tasks[0].folder}/{OUTPUT_FILE}".replace("%", "%%")
     exported = sorted({*BASICS, *job.inherited})
+    stated = _list_stated_options(job.slurm.directives)
+    defaults = (*_resources(job), f"--time={TIME_LIMIT}")
     return (
         f"--job-name={job.name}",
         f"--nodes={job.slurm.nodes}",
         "--ntasks-per-node=1",
-        *_resources(job),
-        f"--time={TIME_LIMIT}",
+        *(option for option in defaults if _get_option_name(option) not in stated),
         *signal,
         *array,
         f"--chdir={quote_value(str(ROOT))}",
