@@ -658,6 +658,9 @@ def flags_from_printed_arguments(arguments: Mapping[str, str]) -> tuple[str, ...
         if name == "num_query_groups" and arguments.get("group_query_attention") != "True":
             # Megatron prints a number of groups without grouped queries, too.
             continue
+        if name == "add_qkv_bias" and arguments.get("add_bias_linear") == "True":
+            # Megatron sets the narrower flag, too, if all linear layers have a bias.
+            continue
         if value in ("None", "False", ""):
             continue
         flags.append(_FLAG_BY_ARGUMENT.get(name, "--" + name.replace("_", "-")))

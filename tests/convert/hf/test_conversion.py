@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,9 +29,8 @@ from parakit.convert.hf.progress import ConversionProgress
 from parakit.convert.hf.random_model import write_model
 from parakit.convert.hf.tensor_files import FILE, INDEX, TensorFolder, TensorHeader, write_tensors
 from parakit.launch.hub import export_hf
+from tests.convert.hf.checkpoints import CHECKPOINT, state_arguments
 from tests.convert.hf.folders import FAMILIES, GPT2, LLAMA, LLAMA3_SCALING
-
-CHECKPOINT = "checkpoint/iter_0000001"
 
 
 def imported(source: Path, hub: Path, name: str = "mine") -> Path:
@@ -126,21 +124,6 @@ def test_each_family_is_converted_both_ways_to_the_same_bits(tmp_path: Path, fam
     assert files[0].read_bytes() == files[1].read_bytes()
 
 
-MEGATRONS_DEFAULTS: dict[str, object] = {
-    "rotary_percent": 1.0,
-    "moe_layer_freq": 1,
-    "softmax_type": "vanilla",
-    "rope_scaling_factor": 8.0,
-    "window_size": None,
-    "multi_latent_attention": False,
-    "moe_shared_expert_gate": False,
-    "mscale": 1.0,
-    "mscale_all_dim": 0.0,
-    "add_qkv_bias": False,
-}
-"""Arguments that a checkpoint states although no flag set them."""
-
-
 @pytest.mark.parametrize(
     "config", [LLAMA, GPT2, FAMILIES["mixtral"]], ids=["llama", "gpt2", "mixtral"]
 )
@@ -150,18 +133,7 @@ def test_any_checkpoint_of_megatron_is_exported_by_its_arguments(
 ) -> None:
     source = write_model(tmp_path / "source", config)
     folder = imported(source, tmp_path / "hub")
-    flags = Flags(find_model(str(folder / "mine.args")).flags)
-    printed = {
-        name.removeprefix("--").replace("-", "_"): values[0] if values else True
-        for name, values in flags._values.items()
-    }
-    if printed.pop("disable_bias_linear", None):
-        printed["add_bias_linear"] = False
-    if not states_vocabulary:
-        printed["vocab_size"] = None
-    common = torch.load(folder / CHECKPOINT / "common.pt", weights_only=False)
-    common["args"] = Namespace(**{**MEGATRONS_DEFAULTS, **printed, **vars(common["args"])})
-    torch.save(common, folder / CHECKPOINT / "common.pt")
+    state_arguments(folder, states_vocabulary)
     (tmp_path / "elsewhere").mkdir()
     moved = (folder / "checkpoint").rename(tmp_path / "elsewhere" / "checkpoints")
     assert export_hf(None, str(tmp_path / "back"), Console(quiet=True), ckpt=str(moved)) == 0
