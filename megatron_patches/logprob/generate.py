@@ -9,6 +9,7 @@ Megatron's dynamic engine does not run without CUDA: it appends to its paged cac
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,7 +30,8 @@ def score_generated(scorer: Scorer, request: ScoreRequest) -> None:
     sequences = np.load(request.sequences)
     controller = _make_controller(scorer, torch.from_numpy(sequences), request.prompt_tokens)
     requests = _make_requests(sequences, request.prompt_tokens)
-    finished = controller.generate_all_output_tokens_static_batch(requests)
+    with _allow_stages_on_cpu():
+        finished = controller.generate_all_output_tokens_static_batch(requests)
     nats = np.zeros((len(sequences), sequences.shape[1] - 1))
     is_scored = np.zeros(nats.shape, bool)
     is_scored[:, request.prompt_tokens - 1 :] = True
@@ -37,6 +39,16 @@ def score_generated(scorer: Scorer, request: ScoreRequest) -> None:
         nats[row, request.prompt_tokens - 1 :] = result.generated_log_probs
     if torch.distributed.get_rank() == 0:
         TokenLogProbabilities(nats, is_scored).write(Path(request.folder) / SCORES_FILE)
+
+
+def _allow_stages_on_cpu() -> AbstractContextManager[Any]:
+    """Return a context in which pipeline stages send logits from CPUs.
+
+    The loop asserts that the logits of the last stage are on a GPU. gloo broadcasts them from CPUs as well.
+    """
+    from megatron.core.inference import communication_utils
+
+    return patch.object(communication_utils, "_is_cuda", lambda _: None)
 
 
 def _make_requests(sequences: Any, prompt_tokens: int) -> OrderedDict[int, Any]:

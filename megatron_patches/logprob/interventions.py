@@ -254,7 +254,7 @@ class Bridge:
         vocabulary = int(getattr(get_args(), "vocab_size", None) or 0)
         rows = int(get_args().padded_vocab_size) - vocabulary
         if vocabulary and rows > 0:
-            changes[f"vocabulary-padding={rows} rows"] = partial(
+            changes[f"vocabulary-padding={rows} row{'s' * (rows > 1)}"] = partial(
                 edit_logits, partial(mask_padding, vocabulary)
             )
         for temperature in TEMPERATURES:

@@ -1,9 +1,9 @@
 """Inject faults into trainers and serving engines, and let `verify-logprob` explain them.
 
     python -m tests.logprob.injected [ID …]
-    python -m tests.logprob.injected healthy [ID …]
 
 One line per fault: the named causes, the explained part of the KL, the first module and the processor time.
+`tests.logprob.healthy` judges pairs without a fault.
 """
 
 from __future__ import annotations
@@ -17,19 +17,22 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config.files import read_yaml
+from parakit.config.run import PatchFile
 from parakit.convert import CONFIGS, ConversionProgress, import_model, read_source, write_model
 from parakit.convert.hf import serve
 from parakit.experiments.logprob.judge import judge_sides
 from parakit.experiments.logprob.sides import Sides, SidesRequest
 from parakit.experiments.verify.hf import write_random_tokens
 from parakit.experiments.verify.verifier import ForkedRanks
+from parakit.launch.data import SMALL_SAMPLE
 from parakit.launch.options import Options, read_patch_file
 from parakit.logprob import LogprobVerdict, split_hypothesis
+from tests.verify.bench import SMALL
 
 FOLDER = Path(__file__).with_name("faults")
 TABLE = Path(__file__).with_name("faults.yaml")
@@ -37,10 +40,11 @@ TABLE = Path(__file__).with_name("faults.yaml")
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault, and what must be named."""
+    """Pair of engines with a fault, and what must be named; or a healthy pair, which has no fault."""
 
     id: str
     model: str
+    """Random model of Hugging Face (`CONFIGS`), or model of the kit."""
     train: str
     serve: str
     cause: str
@@ -54,6 +58,8 @@ class Fault:
     serve_patch: str = ""
     """File of `FOLDER` that the serving engine executes."""
     is_bf16: bool = False
+    seed: int = 1
+    """Seed of the initial weights of a model of the kit."""
 
     def is_named(self, verdict: LogprobVerdict) -> bool:
         """Return True if the verdict names the cause as the one that explains most."""
@@ -75,20 +81,6 @@ def read_faults() -> list[Fault]:
     return [Fault(**entry) for entry in read_yaml(TABLE)]
 
 
-def list_healthy_pairs() -> list[Fault]:
-    """Return pairs of engines without a fault: models, layouts, serving engines and dtypes."""
-    pairs = []
-    for model, config in CONFIGS.items():
-        has_experts = "num_local_experts" in config or "num_experts" in config
-        # TP pads the vocabulary of the random GPT-2, and transformers counts no padding.
-        layouts = "pp2 dp2 cp2" if model == "gpt2" else "tp2 sp2 pp2 dp2 cp2 tp2pp2"
-        for train in ("ep2 pp2 dp2 sp2" if has_experts else layouts).split():
-            for engine, is_bf16 in (("hf", False), ("megatron", False), ("hf", True)):
-                name = f"{model}-{train}-{engine}{'-bf16' * is_bf16}"
-                pairs.append(Fault(name, model, train, engine, "", "", is_bf16=is_bf16))
-    return pairs
-
-
 @dataclass(frozen=True)
 class Laboratory:
     """Folder with the random models, and the process from which ranks are forked."""
@@ -98,19 +90,25 @@ class Laboratory:
 
     def judge(self, fault: Fault) -> LogprobVerdict:
         """Return the verdict on a pair with a fault."""
-        source, model, data = self._make_model(fault.model)
-        extra = ("--seq-length", "64", *fault.extra.split())
         options = Options(
             runs=self.folder / "runs",
-            data=str(data),
-            extra=extra,
+            extra=("--seq-length", "64", *fault.extra.split()),
             patch_file=_find_patch(fault.patch),
+            seed=fault.seed,
         )
+        source: Path | None = None
+        model = fault.model
+        if fault.model in CONFIGS:
+            source, model_file, data = self._make_model(fault.model)
+            model = str(model_file)
+            options = replace(options, data=str(data))
+        else:
+            options = replace(options, data=SMALL_SAMPLE, extra=(*options.extra, *SMALL))
         serve_patch = FOLDER / f"{fault.serve_patch}.py" if fault.serve_patch else None
         request = SidesRequest(
             fault.train,
             fault.serve,
-            str(model),
+            model,
             options,
             served_model=source if fault.serve == "hf" else None,
             serve_flags=tuple(fault.serve_extra.split()),
@@ -159,17 +157,15 @@ def serve_in_fork(arguments: list[str], log: Path) -> int:
         os._exit(code)
 
 
-def _find_patch(name: str) -> object:
+def _find_patch(name: str) -> PatchFile | None:
     """Return the patch file of the trainer; None without one."""
     return read_patch_file(str((FOLDER / f"{name}.py").resolve())) if name else None
 
 
 def main(argv: Sequence[str]) -> None:
-    """Judge the faults with the given ids, or all, and print a line per fault; after `healthy`, pairs without one."""
-    candidates = list_healthy_pairs() if argv[:1] == ["healthy"] else read_faults()
-    ids = [word for word in argv if word != "healthy"]
+    """Judge the faults with the given ids, or all, and print a line per fault."""
     importlib.import_module("transformers.models.auto.modeling_auto")
-    faults = [fault for fault in candidates if not ids or fault.id in ids]
+    faults = [fault for fault in read_faults() if not argv or fault.id in argv]
     ranks = ForkedRanks()
     ranks.start_seconds = 3600.0
     with tempfile.TemporaryDirectory() as scratch:

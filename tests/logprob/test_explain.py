@@ -156,6 +156,13 @@ def test_lines_name_the_first_module_and_one_piece_of_advice_per_cause() -> None
     )
 
 
+def test_first_module_without_a_wrong_element_has_the_kind_of_its_error() -> None:
+    weight = "embedding.word_embeddings.weight"
+    module = FirstModule(ModuleSide.SERVING, weight, "weight at the start", "", "", "other")
+    first, _ = make_verdict({EPSILON: 0.1}, module).list_lines()
+    assert first.endswith(f"{weight}, weight at the start (kind of error: other)")
+
+
 def test_every_family_has_a_statement_and_advice_in_full_sentences() -> None:
     assert {family.kind for family in FAMILIES.values()} == set(CauseKind)
     for name, family in FAMILIES.items():

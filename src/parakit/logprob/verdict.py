@@ -56,7 +56,7 @@ class FirstModule(msgspec.Struct, frozen=True):
     source: str
     """File and line of the module's forward pass; empty if unknown."""
     worst: str
-    """Element with the largest error: index, value, and the bridge's value."""
+    """Element with the largest error: index, value, and the bridge's value; empty if no element has one."""
     kind: str
 
 
@@ -134,9 +134,10 @@ class LogprobVerdict(msgspec.Struct, frozen=True):
         module = self.first_module
         if module is not None:
             source = f" ({module.source})" if module.source else ""
+            detail = f": {module.worst}" if module.worst else f" (kind of error: {module.kind})"
             yield (
                 f"First module that differs beyond rounding, on the {module.side} side: {module.module}{source}, "
-                f"{module.tensor}: {module.worst}"
+                f"{module.tensor}{detail}"
             )
         for cause in self.causes:
             yield f"{_name_kind(cause)}: {cause.advice}"

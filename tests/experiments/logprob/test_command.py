@@ -10,12 +10,17 @@ import numpy as np
 import pytest
 
 from parakit.config.errors import LaunchError
-from parakit.convert import CONFIGS, write_model
-from parakit.experiments.logprob.command import _add_gated_experts
+from parakit.convert import CONFIGS, ConversionProgress, import_model, read_source, write_model
+from parakit.experiments.logprob.command import _add_gated_experts, _make_request
 from parakit.experiments.logprob.sides import SidesRequest
 from parakit.launch import Options
+from parakit.launch.data import SMALL_SAMPLE
 from parakit.logprob import record_tokens
+from tests.convert.hf.checkpoints import state_arguments
+from tests.convert.hf.folders import GPT2, LLAMA
 from tests.given import run
+from tests.logprob.healthy import LATENT
+from tests.verify.bench import SMALL
 
 
 def test_unknown_engine_is_refused_with_the_engines_that_exist(tmp_path: Path) -> None:
@@ -55,6 +60,60 @@ def test_experts_get_swiglu_if_only_that_lacks_for_transformers(tmp_path: Path) 
     assert _add_gated_experts(Options(runs=tmp_path, model="gpt2-tiny")) == ()
 
 
+def make_checkpoint(tmp_path: Path, config: Mapping[str, Any]) -> tuple[Path, Path]:
+    """Return a random model's folder of Hugging Face, and a checkpoint of its weights as Megatron saves it."""
+    source = write_model(tmp_path / "source", config)
+    import_model(read_source(source), "mine", ConversionProgress(), tmp_path / "hub")
+    state_arguments(tmp_path / "hub" / "mine")
+    return source, tmp_path / "hub" / "mine" / "checkpoint"
+
+
+def read_embedding(folder: Path) -> Any:
+    source = read_source(folder)
+    (pair,) = [pair for pair in source.pairs if pair.key == "embedding.word_embeddings.weight"]
+    return source.values(pair).numpy()
+
+
+@pytest.mark.parametrize("config", [LLAMA, GPT2], ids=["llama", "gpt2"])
+def test_checkpoint_is_imported_for_the_trainer_and_exported_for_the_engine(
+    tmp_path: Path, config: Mapping[str, Any]
+) -> None:
+    source, checkpoint = make_checkpoint(tmp_path, config)
+    options, folder = Options(runs=tmp_path), tmp_path / "run"
+    request = _make_request("tp2", "hf", options, folder, hf=None, ckpt=str(checkpoint))
+    assert request.served_model == folder / "sides" / "exported"
+    assert np.array_equal(read_embedding(request.served_model), read_embedding(source))
+    flags = request.verification.strategy.flags
+    assert flags[flags.index("--seq-length") + 1] == "16"
+    tokens = np.fromfile(f"{request.options.data}.bin", np.uint16)
+    assert tokens.max() == config["vocab_size"] - 1
+
+
+def test_served_model_of_hugging_face_stays_apart_from_the_checkpoint(tmp_path: Path) -> None:
+    _, checkpoint = make_checkpoint(tmp_path, {**LLAMA, "rms_norm_eps": 1e-6})
+    served = write_model(tmp_path / "served", LLAMA)
+    options, folder = Options(runs=tmp_path), tmp_path / "run"
+    request = _make_request("tp2", "hf", options, folder, hf=str(served), ckpt=str(checkpoint))
+    assert request.served_model == served
+    flags = request.verification.strategy.flags
+    assert float(flags[flags.index("--norm-epsilon") + 1]) == 1e-6
+
+
+@pytest.mark.parametrize(
+    ("serve", "model", "refusal"),
+    [
+        ("hf", "gpt2-tiny", "MODEL=gpt2-tiny would not be loaded, because CKPT= names the model"),
+        ("megatron", None, "HF=served would not be loaded: with CKPT=, SERVE=megatron serves"),
+    ],
+)
+def test_model_that_no_side_would_load_is_refused(
+    tmp_path: Path, serve: str, model: str | None, refusal: str
+) -> None:
+    options = Options(runs=tmp_path, model=model)
+    with pytest.raises(LaunchError, match=refusal):
+        _make_request("tp2", serve, options, tmp_path / "run", hf="served", ckpt="checkpoints")
+
+
 def test_missing_model_is_refused_before_anything_is_kept(tmp_path: Path) -> None:
     with pytest.raises(LaunchError, match="verify-logprob needs a model"):
         run("verify-logprob", {"TRAIN": "tp2", "SERVE": "megatron", "RUNS": str(tmp_path)})
@@ -89,6 +148,20 @@ def test_megatron_in_tensor_parallel_agrees_with_its_static_engine(tmp_path: Pat
     assert sorted(path.name for path in folder.iterdir()) == [
         *("differences.svg", "logprob.html", "logprob.json")
     ]
+
+
+@pytest.mark.ranks
+def test_stages_of_a_pipeline_generate_what_latent_attention_in_tensor_parallel_scores(
+    tmp_path: Path,
+) -> None:
+    make_variables = {
+        **{"TRAIN": "tp2", "SERVE": "pp2", "MODEL": "gpt2-tiny", "RUNS": str(tmp_path)},
+        **{"EXTRA": " ".join((LATENT, *SMALL)), "DATA": SMALL_SAMPLE},
+    }
+    assert run("verify-logprob", make_variables) == 0
+    (folder,) = tmp_path.glob("*-verify-logprob")
+    verdict = json.loads((folder / "logprob.json").read_text())
+    assert (verdict["outcome"], verdict["not_compared"]) == ("held", "")
 
 
 @pytest.mark.ranks

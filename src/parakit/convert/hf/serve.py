@@ -295,10 +295,12 @@ class Service:
 
 
 def _describe_module(module: nn.Module) -> CapturedModule:
-    """Return a module's class, and file and line of its forward pass from the folder `transformers` on."""
+    """Return a module's class, and file and line of its forward pass, from the folder of its package on."""
     code = type(module).forward.__code__
     parts = Path(code.co_filename).parts
-    start = parts.index("transformers") if "transformers" in parts else 0
+    package = type(module).__module__.partition(".")[0]
+    # The name of a folder further up can be that of the package, too.
+    start = len(parts) - 1 - parts[::-1].index(package) if package in parts else 0
     return CapturedModule(type(module).__name__, f"{Path(*parts[start:])}:{code.co_firstlineno}")
 
 

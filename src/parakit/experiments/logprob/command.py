@@ -128,10 +128,11 @@ def _make_request(
     activation SwiGLU if transformers serves it, because transformers has no experts without it.
 
     Raises:
-        LaunchError: No model is named, or the weights cannot be converted.
+        LaunchError: No model or an unused one is named, or the weights cannot be converted.
     """
     from parakit.convert import ConversionProgress, import_model, read_source
 
+    _refuse_unused_model(serve, options, hf=hf, ckpt=ckpt)
     if hf is None and ckpt is None:
         if options.model is None:
             raise LaunchError(
@@ -161,6 +162,20 @@ def _make_request(
         replace(options, data=data, extra=(*length, *options.extra)),
         served_model=served or source,
     )
+
+
+def _refuse_unused_model(serve: str, options: Options, *, hf: str | None, ckpt: str | None) -> None:
+    """Raise a LaunchError if the make variables name a model that neither side would load."""
+    source = "CKPT" if ckpt is not None else "HF"
+    if options.model is not None and (hf is not None or ckpt is not None):
+        raise LaunchError(
+            f"MODEL={options.model} would not be loaded, because {source}= names the model; set one of them."
+        )
+    if hf is not None and ckpt is not None and serve != HF:
+        raise LaunchError(
+            f"HF={hf} would not be loaded: with CKPT=, SERVE={serve} serves the checkpoint's weights. Set SERVE=hf, or "
+            "leave HF= out."
+        )
 
 
 def _add_gated_experts(options: Options) -> tuple[str, ...]:
