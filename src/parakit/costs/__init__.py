@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         workspace_bytes,
     )
     from parakit.costs.operations import Operation, Phase, describe_algorithm, wire_bytes
+    from parakit.costs.replay import find_peak_device_memory, supports_replay
     from parakit.costs.schedules import (
         COMPARED_SCHEDULES,
         Event,
@@ -146,6 +147,7 @@ __all__ = [
     "estimate_rank_memory",
     "expert_collectives",
     "explain_vocabulary_change",
+    "find_peak_device_memory",
     "find_peak_rank",
     "find_peak_rank_within",
     "find_violations",
@@ -181,6 +183,7 @@ __all__ = [
     "stride_and_ranks",
     "sum_bytes_by_group",
     "supports_deep_ep",
+    "supports_replay",
     "token_flops",
     "total_parameters",
     "total_wire_bytes",

@@ -7,6 +7,7 @@ import pytest
 
 from parakit.experiments.tutorial.predict import predict_row
 from parakit.experiments.tutorial.rows import find_row, read_rows
+from parakit.planner import Fit
 from parakit.planner.measured_step import TUTORIAL_SOURCE
 from parakit.planner.readings.reading_to_spec import convert_measurement
 from parakit.planner.readings.residual import compute_residual
@@ -49,6 +50,18 @@ def test_published_measurements_of_the_tutorial_are_its_timed_runs_and_their_mem
         assert compute_residual(convert_measurement(held)).error == pytest.approx(
             named.memory_error, abs=1e-5
         )
+
+
+def test_memory_of_the_tutorial_is_predicted_within_2_percent_in_the_median() -> None:
+    errors = [predict_row(row, "h100").memory_error for row in read_rows()]
+    assert median(abs(error) for error in errors if error is not None) < 0.02
+
+
+def test_all_runs_out_of_memory_and_no_other_are_predicted_not_to_fit() -> None:
+    predictions = [predict_row(row, "h100") for row in read_rows()]
+    refused = {item.row.id for item in predictions if item.verdict is Fit.DOES_NOT_FIT}
+    assert refused == {item.row.id for item in predictions if item.row.ran_out_of_memory}
+    assert refused == {"121", "281", "301", "505"}
 
 
 def test_times_of_the_tutorial_are_predicted_within_9_percent_in_the_median() -> None:

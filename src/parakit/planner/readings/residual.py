@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
+from math import inf
 
 from parakit.config.hardware import Device
 from parakit.config.run import RunSpec
@@ -16,6 +17,7 @@ from parakit.costs import (
     PredictedMemory,
     UnevenSplitError,
     estimate_rank_memory,
+    find_peak_device_memory,
     find_peak_rank,
     flops_by_convention,
     model_flops,
@@ -231,15 +233,26 @@ def _predict_rate(run: MeasuredRun, seconds: float, flops_per_token: float | Non
 
 
 @lru_cache(maxsize=4096)
-def predicted_memory(spec: RunSpec, metric: str) -> PredictedMemory:
+def predicted_memory(spec: RunSpec, metric: str, device_bytes: float = inf) -> PredictedMemory:
     """Return the predicted memory of the rank whose memory a metric reports.
 
     Metrics in bytes come from Megatron's log, which prints the memory of the last rank. All other metrics report the
-    rank with the peak memory.
+    rank with the peak memory. Only the memory of a device contains the gaps of PyTorch's allocator.
+
+    Args:
+        spec: The run.
+        metric: Name of the metric.
+        device_bytes: Memory of the device.
     """
     if metric.endswith("_bytes"):
         return estimate_rank_memory(spec, spec.parallelism.pipeline - 1)
+    if metric == _DEVICE_MEMORY:
+        return find_peak_device_memory(spec, device_bytes)[1]
     return find_peak_rank(spec)[1]
+
+
+_DEVICE_MEMORY = "device_memory_gb"
+"""Metric of a device's own reading, in which everything counts that the allocator has reserved."""
 
 
 def _predict_memory_figure(spec: RunSpec, cluster: Cluster, metric: str) -> float:
@@ -251,7 +264,8 @@ def _predict_memory_figure(spec: RunSpec, cluster: Cluster, metric: str) -> floa
     execution, generation = cluster.execution, cluster.device.generation
     has_grouped_experts = bool(spec.shape.experts) and execution.grouped_experts
     workspaces = workspace_bytes(generation, execution.deterministic, has_grouped_experts)
-    memory, split = predicted_memory(spec, metric), spec.parallelism
+    memory = predicted_memory(spec, metric, cluster.device.memory_bytes)
+    split = spec.parallelism
     placeholders = placeholder_bytes(spec, split.pipeline - 1)
     if execution.unfused_gradients:
         memory = replace(memory, temporaries=memory.temporaries - placeholders)
