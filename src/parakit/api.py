@@ -50,6 +50,8 @@ def plan(
     dtype: str | None = None,
     tokens: float | None = None,
     recipe: str | None = None,
+    peft: str | None = None,
+    document_length: int | None = None,
     extra: str | Sequence[str] | None = None,
     calibration: AnyPath | None = None,
     calibrate: str | None = None,
@@ -77,6 +79,10 @@ def plan(
             takes.
         recipe: `tuned` also tries flags that change how an iteration is computed and communicated. `all` tries
             fewer bits as well. None keeps Megatron's defaults.
+        peft: `lora` trains adapters alone, with the rank and the layers of Megatron-Bridge's defaults. Others are
+            stated as in "lora rank=16 targets=linear_qkv,linear_proj weights=nf4". None trains all weights.
+        document_length: Mean tokens of the documents that a sample packs. Attention then stays inside documents.
+            None takes each sample as one document.
         extra: Further flags of Megatron for the model, as one text or as a list of arguments.
         calibration: File of constants that `make calibrate` has measured on the machine.
         calibrate: What was measured on the devices: rates such as "700 TFLOP/s on 4k x 4k x 4k", or the time of a
@@ -113,6 +119,8 @@ def estimate(
     recompute: str | None = None,
     seq: int | None = None,
     dtype: str | None = None,
+    peft: str | None = None,
+    document_length: int | None = None,
     extra: str | Sequence[str] | None = None,
     calibration: AnyPath | None = None,
     calibrate: str | None = None,

@@ -54,6 +54,7 @@ def plan(
     dtype: str | None = None,
     recipe: str | None = None,
     imbalance: float | None = None,
+    peft: str | None = None,
 ) -> ToolAnswer:
     """Rank every strategy (TP, PP, CP, EP, DP, ZeRO) for a model on a number of devices by predicted time.
 
@@ -67,6 +68,7 @@ def plan(
         dtype: bf16, fp16, fp32 or fp8.
         recipe: "tuned" also tries flags that change how an iteration is computed; "all" tries fewer bits as well.
         imbalance: Tokens of the busiest expert-parallel rank over the mean, at least 1; for models with experts.
+        peft: "lora" trains adapters alone; "lora rank=16 targets=linear_qkv weights=nf4" states more of them.
     """
     result = api.plan(
         model,
@@ -78,6 +80,7 @@ def plan(
         dtype=dtype,
         recipe=recipe,
         imbalance=imbalance,
+        peft=peft,
     )
     data = result.to_dict()
     return _answer_with_prediction(str(result), data)

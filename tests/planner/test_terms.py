@@ -120,12 +120,6 @@ def test_scatter_gather_sends_shards_of_pipeline_messages() -> None:
     assert shares.pipeline_messages == pytest.approx(whole.pipeline_messages / 8)
 
 
-def test_frozen_weights_have_no_gradients() -> None:
-    trained, frozen = (seconds(Parallelism(data=8), on(8, frozen=way)) for way in (False, True))
-    assert frozen.matmul < 0.7 * trained.matmul
-    assert frozen.gradient_sync == frozen.optimizer == 0
-
-
 def test_expert_imbalance_costs_compute_and_communication_only_with_expert_parallelism() -> None:
     mixtral = load_model("mixtral-8x7b").shape
     cluster = on(8)

@@ -9,7 +9,7 @@ from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import gib
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.execution import Execution
-from parakit.planner.verdict import Fit, explain_close_fit, judge_fit_on_cluster, needed_bytes
+from parakit.planner.verdict import Fit, explain_close_fit, judge_fit_on_cluster
 from tests.costs.test_memory import tiny
 
 
@@ -109,11 +109,3 @@ def test_a_run_with_cuda_graphs_is_close_if_their_pools_would_fill_the_device() 
     graphs = replace(cluster, device=device, execution=Execution(graphs=True))
     assert judge_fit_on_cluster(spec, memory, replace(graphs, execution=Execution())) is Fit.FITS
     assert judge_fit_on_cluster(spec, memory, graphs) is Fit.CLOSE
-
-
-def test_frozen_weights_have_no_gradients_and_states() -> None:
-    cluster = usual_cluster("h100", 8)
-    memory = estimate_rank_memory(tiny())
-    frozen = replace(cluster, execution=replace(cluster.execution, frozen=True))
-    trained = memory.gradients + memory.main_parameters + memory.optimizer_state
-    assert needed_bytes(memory, cluster) - needed_bytes(memory, frozen) == trained

@@ -19,6 +19,7 @@ from parakit.config.flag_table import flags_in_group
 from parakit.config.flags import Flags, format_fields_as_flags, format_flags, refuse_unknown
 from parakit.config.model import MTP, Model, ModelShape, parse_batch, parse_dtype, shape_from_flags
 from parakit.config.offload import NO_OFFLOAD, Offload, offload_flags, parse_offload
+from parakit.config.peft import Lora
 from parakit.config.recompute import Recompute, parse_recompute, recompute_flags
 from parakit.config.replacing import replace, replace_cached
 from parakit.config.stages import EVEN_SPLIT, StageSplit, parse_stage_split
@@ -186,6 +187,8 @@ class RunSpec:
     """Placement of layers on pipeline stages."""
     token_dispatcher: TokenDispatcher = TokenDispatcher.ALL_TO_ALL
     expert_load: ExpertLoad = BALANCED
+    lora: Lora | None = None
+    """Adapters that are trained while all other weights are frozen; None trains all weights."""
     optimizer: str = "adam"
     """Megatron's name of the optimizer; `adam` is AdamW."""
     seed: int = 1234

@@ -260,6 +260,15 @@ TOKENS = Setting(
 CALIBRATION = Setting(
     "CALIBRATION", PATH, "file of measured constants", make_equivalent='ARGS="--calibration FILE"'
 )
+PEFT = Setting(
+    "PEFT", TEXT, 'lora trains adapters alone: "lora rank=16 targets=linear_qkv weights=nf4"'
+)
+DOCUMENT_LENGTH = Setting(
+    "DOCUMENT_LENGTH",
+    NUMBER,
+    "mean tokens of the documents that a sample packs; attention stays inside documents",
+    make_equivalent='ARGS="--document-length 512"',
+)
 RECIPE = Setting(
     "RECIPE",
     "defaults, tuned or all",

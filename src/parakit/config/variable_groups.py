@@ -55,8 +55,8 @@ PLAN = (
     *(PLAN_MODEL, v.GPUS, PLAN_GPU, v.NODES, v.GPUS_PER_NODE, v.INTRA, v.INTER),
     *(v.NICS, v.OVERSUBSCRIPTION, v.IMBALANCE, v.GLOBAL_BATCH, v.SEQ, v.DTYPE),
     *(v.CALIBRATION, PLAN_CALIBRATE, v.JSON, PLAN_EXTRA, v.READINGS),
-    *(v.MICRO_BATCH, v.TOKENS, v.VERIFY, v.ALPA, v.LARGEST, v.RECIPE, v.RECOMPUTE),
-    *(v.SVG, PLAN_STRATEGY, v.WHAT_IF),
+    *(v.MICRO_BATCH, v.TOKENS, v.VERIFY, v.ALPA, v.LARGEST, v.RECIPE, v.RECOMPUTE, v.PEFT),
+    *(v.DOCUMENT_LENGTH, v.SVG, PLAN_STRATEGY, v.WHAT_IF),
 )
 """Variables of `plan` that decide what is planned."""
 PLAN_GPUS = replace_meaning(

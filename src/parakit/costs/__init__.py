@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         offloaded_bytes,
         residual_bytes,
     )
+    from parakit.costs.adapters import list_adapted_linears
     from parakit.costs.collectives.call import (
         LATEST_MEGATRON,
         CollectiveCall,
@@ -38,12 +39,19 @@ if TYPE_CHECKING:
         layer_collectives,
         partial_gradient_collectives,
     )
-    from parakit.costs.constraints import CP_COMM_TYPES, NEWEST, divisors, find_violations
+    from parakit.costs.constraints import (
+        CP_COMM_TYPES,
+        NEWEST,
+        adapter_rules,
+        divisors,
+        find_violations,
+    )
     from parakit.costs.dispatchers import DEEP_EP_NVLINK_PEERS, supports_deep_ep
     from parakit.costs.flops import (
         FLOP_CONVENTIONS,
         WITH_RECOMPUTE,
         flops_by_convention,
+        iteration_flops,
         mfu,
         model_flops,
         token_flops,
@@ -96,10 +104,12 @@ if TYPE_CHECKING:
     from parakit.costs.tensors import (
         UnevenSplitError,
         active_parameters,
+        adapter_parameters,
         explain_vocabulary_change,
         rank_parameters,
         rank_tensors,
         total_parameters,
+        trained_parameters,
     )
 else:
     __getattr__ = lazy_names(__name__, __file__)
@@ -130,6 +140,8 @@ __all__ = [
     "UnevenSplitError",
     "activation_bytes",
     "active_parameters",
+    "adapter_parameters",
+    "adapter_rules",
     "batch_collectives",
     "busiest_collectives",
     "bytes_per_parameter",
@@ -157,11 +169,13 @@ __all__ = [
     "head_collectives",
     "held_parameters",
     "host_bytes",
+    "iteration_flops",
     "keeps_quantised_weights",
     "layer_activation_bytes",
     "layer_collectives",
     "layers_in_flight",
     "link_seconds",
+    "list_adapted_linears",
     "logit_elements",
     "logits_bytes",
     "measure_schedule",
@@ -187,6 +201,7 @@ __all__ = [
     "token_flops",
     "total_parameters",
     "total_wire_bytes",
+    "trained_parameters",
     "wire_bytes",
     "workspace_bytes",
 ]

@@ -18,6 +18,7 @@ from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP, LatentAtte
 from parakit.config.offload import OFFLOAD_MODULES
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec
+from parakit.costs.adapters import list_adapted_linears
 
 _FP32_BYTES = 4
 
@@ -214,20 +215,67 @@ def _stored_tensor(
 
 
 def _linear_input(
-    spec: RunSpec, elements: int, modules: tuple[str, ...] = (), *savers: str
+    spec: RunSpec,
+    elements: int,
+    linears: tuple[str, ...],
+    modules: tuple[str, ...] = (),
+    *savers: str,
 ) -> _Tensor:
     """Return the stored input of a linear layer, from which backward computes the weight's gradient.
 
     With FP8 only the quantised input is stored, in the layout that backward reads (Transformer Engine,
-    `pytorch/module/linear.py`).
+    `pytorch/module/linear.py`). A frozen layer stores no input (`backward_needs_input` there), but its adapter does,
+    in half precision. Without an adapter the result is an empty tensor.
 
     Args:
+        linears: Names in Megatron-Core of the linear layers that read this input.
         modules: Modules whose recomputation also recomputes this input, so that it need not be stored.
         savers: Modules that store the input and can offload it.
     """
-    if not spec.fp8_recipe:
+    if spec.lora and not set(linears).intersection(spec.lora.targets):
+        return _Tensor(0, 0, modules, savers)
+    if spec.lora or not spec.fp8_recipe:
         return _stored_tensor(spec, elements, modules, *savers)
     return _Tensor(int(FP8_RECIPE_BYTES[spec.fp8_recipe] * elements), elements, modules, savers)
+
+
+def _norm_output(
+    spec: RunSpec,
+    elements: int,
+    linears: tuple[str, ...],
+    modules: tuple[str, ...] = (),
+    *savers: str,
+) -> _Tensor:
+    """Return the stored output of a norm, which is the input of linear layers, as `_linear_input` does.
+
+    `elements` are those of one sequence-parallel rank. An adapter reads and stores the gathered output of all these
+    ranks (`megatron/bridge/peft/utils.py: return_layernorm_output_gathered`).
+    """
+    gathered_elements = elements * spec.sequence_shards if spec.lora else elements
+    return _linear_input(spec, gathered_elements, linears, modules, *savers)
+
+
+def _adapter_tensors(spec: RunSpec) -> Iterator[_Tensor]:
+    """Yield the outputs of the first matrices of a layer's adapters, which backward needs for the second matrices."""
+    if spec.lora is None:
+        return
+    tokens, shape = spec.micro_batch_tokens, spec.shape
+    for linear in list_adapted_linears(shape, spec.lora):
+        modules: tuple[str, ...] = ()
+        rows = tokens
+        if linear.component == "experts":
+            modules = ("moe",)
+            split = spec.parallelism.effective_expert_tensor
+            rows = round(
+                tokens
+                // spec.sequence_shards
+                * split
+                * shape.experts_per_token
+                * spec.expert_receive_ratio
+            )
+        elif linear.component == "dense_mlp":
+            modules = ("moe", "shared_experts") if shape.experts else ("mlp",)
+        yield _stored_tensor(spec, rows * spec.lora.rank, modules)
 
 
 def _tensors(spec: RunSpec) -> Iterator[_Tensor]:
@@ -239,6 +287,7 @@ def _tensors(spec: RunSpec) -> Iterator[_Tensor]:
         yield from _mtp_joining_tensors(spec)
         return
     yield from _norm_and_dropout_tensors(spec)
+    yield from _adapter_tensors(spec)
     if spec.shape.mamba and spec.shape.blocks == MAMBA:
         yield from _mamba_tensors(spec, spec.shape.mamba)
         return
@@ -286,6 +335,10 @@ def norm_steps(spec: RunSpec) -> int:
     return 2 if spec.shape.rms_norm and spec.device is DeviceKind.CPU else 1
 
 
+_ATTENTION_INPUTS = ("linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj")
+"""Linear layers that read the output of the norm before attention, with and without latent attention."""
+
+
 def _norm_and_dropout_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """Yield the stored inputs and outputs of norms, and the stored masks of dropouts.
 
@@ -308,7 +361,8 @@ def _norm_and_dropout_tensors(spec: RunSpec) -> Iterator[_Tensor]:
         if is_before_router:
             yield _stored_tensor(spec, elements, modules, *output_savers)
         else:
-            yield _linear_input(spec, elements, modules, *output_savers)
+            linears = _ATTENTION_INPUTS if is_before_attention else ("linear_fc1",)
+            yield _norm_output(spec, elements, linears, modules, *output_savers)
         if steps > 1:
             yield _stored_tensor(spec, elements, modules)
     if spec.dropout:
@@ -327,7 +381,7 @@ def _mtp_joining_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     num_hidden_states = 4
     yield _stored_tensor(spec, num_hidden_states * elements_per_rank)
     # The input of the projection is the embeddings beside the hidden states, so it is twice as wide.
-    yield _linear_input(spec, 2 * elements_per_rank)
+    yield _linear_input(spec, 2 * elements_per_rank, ("eh_proj",))
     # The transformer layer's input, which that layer counts as one rank's part, is a view of the projection's output.
     # Sequence parallelism does not split that output, so the other ranks' parts are stored as well.
     yield _stored_tensor(spec, elements - elements_per_rank)
@@ -342,7 +396,7 @@ def _mamba_tensors(spec: RunSpec, mamba: Mamba) -> Iterator[_Tensor]:
     """
     tokens, tensor = spec.micro_batch_tokens, spec.parallelism.tensor
     yield _stored_tensor(spec, tokens * (mamba.projected_columns + mamba.width) // tensor)
-    yield _linear_input(spec, tokens * mamba.width // tensor)
+    yield _linear_input(spec, tokens * mamba.width // tensor, ("out_proj",))
 
 
 def _attention_tensors(spec: RunSpec) -> Iterator[_Tensor]:
@@ -384,14 +438,14 @@ def _stores_full_projection(spec: RunSpec) -> bool:
 def _attention_output(spec: RunSpec, elements: int) -> Iterator[_Tensor]:
     """Yield the stored output of attention, which is the input of the output projection.
 
-    Without FP8 this is one tensor. With FP8 the output itself and its quantised copy are stored.
+    Without FP8 and with LoRA this is one tensor. With FP8 the output itself and its quantised copy are stored.
     """
     storing_modules = ("core_attn",) if spec.fused_attention else ()
-    if not spec.fp8_recipe:
+    if spec.lora or not spec.fp8_recipe:
         yield _stored_tensor(spec, elements, (), *storing_modules, "attn_proj")
         return
     yield _stored_tensor(spec, elements, ("core_attn",), *storing_modules)
-    yield _linear_input(spec, elements, (), "attn_proj")
+    yield _linear_input(spec, elements, ("linear_proj",), (), "attn_proj")
 
 
 def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterator[_Tensor]:
@@ -402,9 +456,10 @@ def _latent_attention_tensors(spec: RunSpec, latent: LatentAttention) -> Iterato
     """
     tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("mla_up_proj",)
     normed_modules = modules if spec.fused_norms else ()
-    for rank in (latent.query_rank, latent.key_value_rank):
+    for name, rank in (("q", latent.query_rank), ("kv", latent.key_value_rank)):
+        linears = (f"linear_{name}_up_proj",)
         yield _stored_tensor(spec, tokens * rank, (), "qkv_linear")
-        yield _linear_input(spec, tokens * rank, normed_modules, "qkv_linear")
+        yield _norm_output(spec, tokens * rank, linears, normed_modules, "qkv_linear")
     yield _stored_tensor(spec, tokens * latent.rotary_width, (), "qkv_linear")
     head_rows = spec.micro_batch_tokens * spec.shape.heads // spec.parallelism.tensor
     key_width = latent.head_width + latent.rotary_width
@@ -434,7 +489,7 @@ def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[
     tokens, tensor = spec.micro_batch_tokens, spec.parallelism.tensor
     first_columns = ffn * (2 if spec.shape.gated else 1) // tensor
     yield _stored_tensor(spec, tokens * first_columns, modules)
-    yield _linear_input(spec, tokens * ffn // tensor, modules)
+    yield _linear_input(spec, tokens * ffn // tensor, ("linear_fc2",), modules)
 
 
 def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
@@ -459,13 +514,13 @@ def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     if fused in spec.offload.modules:
         # One kernel computes the whole MLP and stores all of its tensors.
         first_saver = activation_saver = fused
-    yield _linear_input(spec, routed * hidden, modules, first_saver)
+    yield _linear_input(spec, routed * hidden, ("linear_fc1",), modules, first_saver)
     yield _stored_tensor(spec, routed * first_columns, modules, activation_saver)
     if shape.clamps_activations:
         yield _stored_tensor(spec, routed * first_columns, activation_modules)
     if not shape.gated:
         yield _stored_tensor(spec, routed * ffn, activation_modules)
-    yield _linear_input(spec, routed * ffn, activation_modules, fused)
+    yield _linear_input(spec, routed * ffn, ("linear_fc2",), activation_modules, fused)
     if shape.latent_experts:
         yield _stored_tensor(spec, tokens * shape.latent_experts, modules)
     scores = spec.micro_batch_tokens * shape.experts // spec.sequence_shards

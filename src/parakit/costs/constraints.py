@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from math import gcd
 
 from parakit.config.model import BLOCKS, round_up
+from parakit.config.peft import Lora
 from parakit.config.recompute import Recompute
 from parakit.config.run import Backend, DeviceKind, RunSpec
 from parakit.config.stages import EVEN_SPLIT, find_uneven_split
-from parakit.config.strategy import Batch, PipelineSchedule, strategy_name
+from parakit.config.strategy import Batch, Parallelism, PipelineSchedule, strategy_name
 from parakit.formatting.units import plural
 
 CP_COMM_TYPES = ("p2p", "all_gather", "a2a")
@@ -75,6 +76,7 @@ def find_violations(
         *_expert_rules(spec, release),
         *_sharding_rules(spec),
         *_recompute_rules(spec, patched),
+        *adapter_rules(spec.lora, parallelism),
         *(_offload_rules(spec) if spec.offload else ()),
     )
 
@@ -108,6 +110,25 @@ def _tensor_rules(spec: RunSpec, release: tuple[int, int] | None) -> Iterator[st
         yield (
             f"Sequence parallelism splits {positions} positions per rank over TP {tensor}, which does not "
             f"divide them; use a sequence length that is a multiple of {tensor * parallelism.context}."
+        )
+
+
+def adapter_rules(lora: Lora | None, parallelism: Parallelism) -> Iterator[str]:
+    """Yield why a run with LoRA cannot be split in this way, one sentence per reason.
+
+    The layer A of an adapter is column-parallel for most layers, so TP splits its rank
+    (`megatron/bridge/peft/utils.py: ParallelLinearAdapter`).
+    """
+    if lora is None:
+        return
+    tensor = parallelism.tensor
+    if lora.rank % tensor:
+        yield f"TP {tensor} does not divide LoRA's rank {lora.rank}; use a rank that is a multiple of {tensor}."
+    is_split = parallelism.world_size > parallelism.data or parallelism.expert > 1
+    if lora.has_nf4_weights and (is_split or parallelism.sharding.wraps_modules):
+        yield (
+            "Weights in NF4 are planned with data parallelism alone, because bitsandbytes splits no 4-bit weight "
+            "over TP, PP, CP, EP or ZeRO-3; use weights=bf16."
         )
 
 

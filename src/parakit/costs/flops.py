@@ -204,6 +204,19 @@ def model_flops(shape: ModelShape, samples: int, seq_length: int | None = None) 
     return _BACKWARD_AND_FORWARD * tokens * token_flops(shape, seq_length).total
 
 
+def iteration_flops(spec: RunSpec) -> int:
+    """Return the FLOPs of one iteration of a run, forward and backward, over all devices.
+
+    With LoRA, backward computes no gradients of weights, so each frozen matrix costs twice forward in all. The
+    FLOPs of the adapters themselves, about one in a hundred, do not count.
+    """
+    flops, tokens = token_flops(spec.shape), spec.tokens_per_iteration
+    if spec.lora is None:
+        return _BACKWARD_AND_FORWARD * tokens * flops.total
+    matrices = flops.total - flops.attention_scores
+    return tokens * (2 * matrices + _BACKWARD_AND_FORWARD * flops.attention_scores)
+
+
 def mfu(flops: float, seconds: float, devices: int, peak_flops_per_second: float) -> float:
     """Return the model FLOPs utilisation: the model's FLOPs per second, divided by all devices'
     dense peak.

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import ceil, inf
 
+from parakit.config.peft import NF4_BITS
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec, StateTypes
 from parakit.config.stages import EVEN_SPLIT
 from parakit.costs.activations import (
@@ -26,8 +27,11 @@ from parakit.costs.dispatchers import dispatcher_bytes
 from parakit.costs.tensors import (
     Parameters,
     distinct_weight_elements,
+    largest_linear_elements,
     layer_parameters,
     rank_parameters,
+    trained_layer_parameters,
+    trained_parameters,
 )
 from parakit.formatting.units import MIB
 
@@ -334,8 +338,9 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
     Model state and allocator are computed first. If they exceed the limit, activations are not computed.
     """
     parameters, precision = rank_parameters(spec, pipeline_rank), bytes_per_parameter(spec)
-    updated = _count_updated_parameters(parameters, spec)
-    state = _state_bytes(spec, parameters, precision, updated)
+    trained = trained_parameters(spec, pipeline_rank)
+    updated = _count_updated_parameters(trained, spec)
+    state = _state_bytes(spec, parameters, trained, precision, updated)
     is_last = pipeline_rank == spec.parallelism.pipeline - 1
     fixed, reclaimable = _allocator_bytes(spec, precision.gradient_copies * updated, is_last)
     allocator = fixed + reclaimable
@@ -360,19 +365,38 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
 
 
 def _state_bytes(
-    spec: RunSpec, parameters: Parameters, precision: Precision, updated: int
+    spec: RunSpec, parameters: Parameters, trained: Parameters, precision: Precision, updated: int
 ) -> tuple[int, int, int, int]:
-    """Return the bytes of weights, gradients, main parameters and optimizer state."""
+    """Return the bytes of weights, gradients, main parameters and optimizer state.
+
+    Args:
+        spec: The run.
+        parameters: The model's parameters on the rank.
+        trained: Trained parameters on the rank. With LoRA these are the adapters, which are stored in addition.
+        precision: Bytes per trained parameter.
+        updated: Number of parameters that the rank's device updates.
+    """
     sharding = spec.parallelism.sharding
     weights = precision.weights * _count_stored_elements(parameters, spec, sharding.shards_weights)
     weights += _quantised_weight_bytes(spec, parameters, precision.weights)
+    if spec.lora:
+        weights += precision.weights * _count_stored_elements(
+            trained, spec, sharding.shards_weights
+        )
+        if spec.lora.has_nf4_weights:
+            weights -= int((precision.weights - NF4_BITS / 8) * _linear_weights(parameters))
     gradients = precision.gradients * _count_stored_elements(
-        parameters, spec, sharding.shards_gradients
+        trained, spec, sharding.shards_gradients
     )
     # Megatron-FSDP's optimizer updates an fp32 copy of the weights also where they are fp32
     # (`param_and_grad_buffer.py: main_weight_buffer`).
     main_parameters = precision.main_parameters or 4 * sharding.is_megatron_fsdp
     return weights, gradients, main_parameters * updated, precision.adam * updated
+
+
+def _linear_weights(parameters: Parameters) -> int:
+    """Return the parameters of linear layers outside the embeddings and the output layer, their biases included."""
+    return parameters.attention + parameters.dense_mlp + parameters.experts
 
 
 def keeps_quantised_weights(spec: RunSpec) -> bool:
@@ -394,11 +418,10 @@ def _quantised_weight_bytes(spec: RunSpec, parameters: Parameters, unquantised_b
     """
     if not spec.fp8_recipe or spec.parallelism.sharding.shards_weights:
         return 0
-    linear_weights = parameters.attention + parameters.dense_mlp + parameters.experts
     bytes_per_weight = 2 * FP8_RECIPE_BYTES[spec.fp8_recipe]
     if keeps_quantised_weights(spec):
         bytes_per_weight -= unquantised_bytes
-    return int(bytes_per_weight * linear_weights)
+    return int(bytes_per_weight * _linear_weights(parameters))
 
 
 def activation_bytes(spec: RunSpec, pipeline_rank: int = 0) -> int:
@@ -540,8 +563,8 @@ def _find_distinct_ranks(spec: RunSpec) -> dict[int, int]:
 
 
 def held_parameters(spec: RunSpec, pipeline_rank: int = 0) -> tuple[int, int]:
-    """Return the numbers of parameters whose optimizer state and whose gradients a rank stores."""
-    parameters, sharding = rank_parameters(spec, pipeline_rank), spec.parallelism.sharding
+    """Return the numbers of trained parameters whose optimizer state and whose gradients a rank stores."""
+    parameters, sharding = trained_parameters(spec, pipeline_rank), spec.parallelism.sharding
     gradients = _count_stored_elements(parameters, spec, sharding.shards_gradients)
     return _count_stored_elements(parameters, spec, bool(sharding)), gradients
 
@@ -554,9 +577,9 @@ def offloaded_parameters(spec: RunSpec, held: int) -> int:
     return 0 if spec.device is DeviceKind.CPU else ceil(spec.state_types.offloaded_fraction * held)
 
 
-def _count_updated_parameters(parameters: Parameters, spec: RunSpec) -> int:
-    """Return the number of parameters that the rank's device updates."""
-    held = _count_stored_elements(parameters, spec, bool(spec.parallelism.sharding))
+def _count_updated_parameters(trained: Parameters, spec: RunSpec) -> int:
+    """Return the number of trained parameters that the rank's device updates."""
+    held = _count_stored_elements(trained, spec, bool(spec.parallelism.sharding))
     return held - offloaded_parameters(spec, held)
 
 
@@ -623,6 +646,9 @@ def _layer_backward_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     # A gated activation has an input of twice as many columns, and an output.
     wide_columns = columns * (3 if shape.gated else 2) // spec.parallelism.tensor
     gradients = spec.element_bytes * spec.micro_batch_tokens * wide_columns
+    if spec.lora and spec.lora.has_nf4_weights:
+        # A weight in NF4 is converted to half precision for its product, and the copy is freed afterwards.
+        gradients += spec.element_bytes * largest_linear_elements(spec)
     distinct_layers = set(spec.layers_per_chunk(pipeline_rank))
     return gradients + max(recomputed_bytes(spec, layers) for layers in distinct_layers)
 
@@ -633,10 +659,11 @@ def placeholder_bytes(spec: RunSpec, pipeline_rank: int) -> int:
     Matrix products add weight gradients directly to Megatron's gradient buffers. Autograd gets an empty tensor
     instead, one per shape of weight, which is made once and never freed (Transformer Engine,
     `pytorch/module/base.py: get_dummy_wgrad`; Megatron's output layer uses this too). The result is 0 on CPU
-    and without this fusion, as under FSDP2.
+    and without this fusion, as under FSDP2. It is 0 with LoRA too, because frozen weights have no gradients and
+    the gradients of adapters are small.
     """
     fused = spec.fused_norms and not spec.parallelism.sharding.is_torch_fsdp
-    if spec.device is DeviceKind.CPU or not fused:
+    if spec.device is DeviceKind.CPU or not fused or spec.lora:
         return 0
     return spec.element_bytes * distinct_weight_elements(spec, pipeline_rank)
 
@@ -655,13 +682,14 @@ def communication_bytes(spec: RunSpec) -> tuple[int, int]:
         return messages, 0
     precision = bytes_per_parameter(spec)
     layer_elements = max(layer_parameters(kind).total for _, kind in spec.block_specs)
+    trained_elements = max(trained_layer_parameters(kind).total for _, kind in spec.block_specs)
     if not sharding.shards_weights:
-        return messages + precision.gradients * layer_elements, 0
-    two_layers = 2 * layer_elements * (precision.weights + precision.gradients)
+        return messages + precision.gradients * trained_elements, 0
+    two_layers = 2 * (precision.weights * layer_elements + precision.gradients * trained_elements)
     in_layers = messages + two_layers
     output_elements = spec.padded_vocabulary // parallelism.tensor * spec.shape.hidden
     weights = precision.weights * output_elements
-    gradient = precision.gradients * output_elements
+    gradient = 0 if spec.lora else precision.gradients * output_elements
     # The bytes for messages and layers are free at the loss. They hold the output layer first.
     if sharding.is_torch_fsdp:
         return in_layers, max(0, weights + gradient - in_layers)

@@ -26,7 +26,9 @@ from parakit.config.model import (
     ModelShape,
     round_up,
 )
+from parakit.config.peft import Lora
 from parakit.config.run import RunSpec
+from parakit.costs.adapters import list_adapted_linears
 
 ALIGNMENT = 64
 """Elements: the distributed optimizer starts every tensor at a multiple of this number."""
@@ -128,6 +130,17 @@ def explain_vocabulary_change(shape: ModelShape, trained: int, tensor: int = 1) 
     )
 
 
+def adapter_parameters(shape: ModelShape, lora: Lora) -> int:
+    """Return the number of parameters of all adapters of a model: rank × (inputs + outputs) per linear layer.
+
+    All experts of a layer share one adapter per linear layer, as in Megatron-Bridge.
+    """
+    return sum(
+        count * _parameters(_adapter_tensors(kind, lora, 1, 1)).total
+        for count, kind in shape.count_layers_by_kind(shape.stored_mtp_layers)
+    )
+
+
 def active_parameters(shape: ModelShape, tensor: int = 1) -> int:
     """Return the number of parameters that one token uses.
 
@@ -164,6 +177,27 @@ def rank_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
     return _stage(spec, pipeline_rank).parameters
 
 
+def trained_parameters(spec: RunSpec, pipeline_rank: int = 0) -> Parameters:
+    """Return the number of trained parameters on one pipeline rank, by the component that they belong to.
+
+    These are the adapters of a run with LoRA, and all parameters of any other run.
+
+    Raises:
+        UnevenSplitError: A parallel size does not divide the dimension that it splits. The message names both.
+        IndexError: There is no such rank.
+    """
+    if spec.lora is None:
+        return rank_parameters(spec, pipeline_rank)
+    tensors: list[_Tensor] = []
+    counts_by_kind = _held_layers(spec.stage_layout_spec, pipeline_rank)
+    for counts, (kind, _) in zip(counts_by_kind, spec.trained_shape.layer_kinds, strict=True):
+        tensors += [
+            item._replace(copies=sum(counts) * item.copies)
+            for item in _trained_layer_tensors(kind, *_degrees(spec), spec.lora)
+        ]
+    return _parameters(tensors)
+
+
 def rank_tensors(spec: RunSpec, pipeline_rank: int = 0) -> list[int]:
     """Return the number of elements of each tensor on each TP rank of a pipeline rank."""
     tensors = _stage(spec, pipeline_rank).tensors
@@ -175,8 +209,26 @@ def layer_parameters(spec: RunSpec) -> Parameters:
     return _parameters(_layer_tensors(spec.shape, *_degrees(spec)))
 
 
+def trained_layer_parameters(spec: RunSpec) -> Parameters:
+    """Return the trained parameters of one transformer layer on a rank by component; with LoRA, the adapters."""
+    return _parameters(_trained_layer_tensors(spec.shape, *_degrees(spec), spec.lora))
+
+
+def largest_linear_elements(spec: RunSpec) -> int:
+    """Return the elements of the largest linear weight of a layer on a rank; of experts, all weights of one kind."""
+    return max(
+        (
+            item.copies * item.elements
+            for kind, _ in spec.trained_shape.layer_kinds
+            for item in _layer_tensors(kind, *_degrees(spec))
+            if item.component in _LINEAR
+        ),
+        default=0,
+    )
+
+
 def partial_gradient_elements(spec: RunSpec, pipeline_rank: int) -> int:
-    """Return the elements of tensors that every TP rank holds in full and that have partial
+    """Return the elements of trained tensors that every TP rank holds in full and that have partial
     gradients under SP.
 
     Under SP each rank computes such a gradient from its own tokens only.
@@ -229,7 +281,10 @@ _LINEAR = ("attention", "dense_mlp", "experts")
 
 
 def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
-    """Return the buffers of every virtual stage of a pipeline rank, first to last."""
+    """Return the buffers of every virtual stage of a pipeline rank, first to last.
+
+    With LoRA the buffers hold only the adapters, because Megatron has no gradients of frozen weights.
+    """
     split, shape = spec.parallelism, spec.trained_shape
     degrees = _degrees(spec)
     table = spec.padded_vocabulary * shape.hidden // split.tensor
@@ -241,12 +296,13 @@ def chunk_buffers(spec: RunSpec, pipeline_rank: int) -> list[ChunkBuffers]:
         last = pipeline_rank == split.pipeline - 1 and stage == split.virtual_stages - 1
         untied_sizes: list[int] = []
         tied_sizes: list[int] = []
-        for end in _end_tensors(shape, table, split.tensor, split.pipeline, first, last):
+        ends = _end_tensors(shape, table, split.tensor, split.pipeline, first, last)
+        for end in () if spec.lora else ends:
             sizes = tied_sizes if end.component in tables else untied_sizes
             sizes.append(end.elements)
         untied, experts = build_buffer(untied_sizes), Buffer()
         for count, (kind, _) in zip(counts, shape.layer_kinds, strict=True):
-            layer_buffer, expert_buffer = _layer_buffers(kind, *degrees)
+            layer_buffer, expert_buffer = _layer_buffers(kind, *degrees, spec.lora)
             untied += layer_buffer * count
             experts += expert_buffer * count
         chunks.append(ChunkBuffers(untied, build_buffer(tied_sizes), experts))
@@ -351,6 +407,28 @@ def _layer_tensors(
         tensors += _expert_tensors(shape, tensor, expert, expert_tensor)
     elif shape.blocks in ("", MLP):
         tensors += _mlp_tensors(shape, "dense_mlp", shape.ffn_hidden, tensor)
+    return tuple(tensors)
+
+
+def _trained_layer_tensors(
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int, lora: Lora | None
+) -> tuple[_Tensor, ...]:
+    """Return the trained parameter tensors of one layer on one rank: the adapters, or without LoRA all tensors."""
+    if lora is None:
+        return _layer_tensors(shape, tensor, expert, expert_tensor)
+    return _adapter_tensors(shape, lora, tensor, expert_tensor)
+
+
+@lru_cache(maxsize=256)
+def _adapter_tensors(
+    shape: ModelShape, lora: Lora, tensor: int, expert_tensor: int
+) -> tuple[_Tensor, ...]:
+    """Return the two matrices of each adapter of one layer on one rank."""
+    tensors: list[_Tensor] = []
+    for linear in list_adapted_linears(shape, lora):
+        ranks = expert_tensor if linear.component == "experts" else tensor
+        for elements in linear.elements_per_matrix(lora.rank, ranks):
+            tensors.append(_Tensor(linear.component, elements))
     return tuple(tensors)
 
 
@@ -553,15 +631,15 @@ def _stage_of(
 
 @lru_cache(maxsize=256)
 def _layer_buffers(
-    shape: ModelShape, tensor: int, expert: int, expert_tensor: int
+    shape: ModelShape, tensor: int, expert: int, expert_tensor: int, lora: Lora | None
 ) -> tuple[Buffer, Buffer]:
-    """Return two buffers of one layer's parameters: of tensors outside experts, and of experts.
+    """Return two buffers of one layer's trained parameters: of tensors outside experts, and of experts.
 
     Without expert parallelism the experts are in the first buffer, and the second is empty.
     """
     other_sizes: list[int] = []
     expert_sizes: list[int] = []
-    for item in _layer_tensors(shape, tensor, expert, expert_tensor):
+    for item in _trained_layer_tensors(shape, tensor, expert, expert_tensor, lora):
         if expert > 1 and item.component == "experts":
             expert_sizes += [item.elements] * item.copies
         else:

@@ -14,7 +14,7 @@ from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism, Sharding, strategy_name
-from parakit.costs import PRECISIONS, find_peak_rank, total_parameters
+from parakit.costs import PRECISIONS, adapter_parameters, find_peak_rank, total_parameters
 from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, percent, plural
 from parakit.planner.candidates import (
     build_unsharded_spec,
@@ -250,6 +250,7 @@ def request_sentence(request: Request) -> str:
     """Return a sentence with the model, the devices and the global batch of a request.
 
     For several nodes the sentence names the network. If nobody stated the global batch, it says where it comes from.
+    Sentences on adapters and on packed documents follow.
     """
     cluster, shape = request.cluster, request.template.shape
     parameters = total_parameters(shape)
@@ -257,11 +258,34 @@ def request_sentence(request: Request) -> str:
     size = f"{parameters / 1e9:.2f} billion" if is_billions else f"{parameters / 1e6:,.1f} million"
     nodes = f", {cluster.nodes} nodes of {cluster.per_node} ({cluster.network})"
     origin = f" ({request.batch_origin})" if request.batch_origin else ""
-    return (
+    sentence = (
         f"{request.model.name} has {size} parameters and trains on {cluster.devices:,} "
         f"{cluster.device.name}{nodes if cluster.nodes > 1 else ''}, with a global batch of "
         f"{request.global_batch:,} sequences of {shape.seq_length:,} tokens{origin}."
     )
+    return " ".join([sentence, *finetuning_sentences(request)])
+
+
+def finetuning_sentences(request: Request) -> list[str]:
+    """Return a sentence on the adapters that a request trains, and a sentence on the documents that a sample packs.
+
+    Without LoRA and without packed documents the list is empty.
+    """
+    sentences: list[str] = []
+    shape, lora = request.template.shape, request.template.lora
+    if lora:
+        trained, parameters = adapter_parameters(shape, lora), total_parameters(shape)
+        sentences.append(
+            f"LoRA rank {lora.rank} on {joined(list(lora.targets))} trains {trained / 1e6:,.1f} million of "
+            f"{parameters / 1e9:.2f} billion parameters ({trained / parameters:.2%}); the frozen weights of linear "
+            f"layers are in {lora.weights}."
+        )
+    length = request.cluster.execution.document_length
+    if length:
+        sentences.append(
+            f"A sample packs documents of {length:,} tokens on average, and attention stays inside them."
+        )
+    return sentences
 
 
 def tie_sentence(plan: Plan) -> str:
@@ -397,7 +421,8 @@ def _enumerate_single_kind_candidates(request: Request) -> Iterator[Candidate]:
     Micro batch size, recomputation, sharding and virtual stages vary.
     """
     template, devices = request.template, request.cluster.devices
-    for split in enumerate_splits(template.shape, devices, template.parallelism.expert_tensor):
+    expert_tensor = template.parallelism.expert_tensor
+    for split in enumerate_splits(template.shape, devices, expert_tensor, lora=template.lora):
         degrees = (split.tensor, split.context, split.pipeline, split.data)
         if sum(degree > 1 for degree in degrees) > 1 or split.expert > 1:
             continue

@@ -278,13 +278,13 @@ def _enumerate_stage_specs(
     """Yield the legal runs of a model with `layers` layers in `stages` equal pipeline stages of `mesh` devices."""
     shape = replace(request.template.shape, layers=layers)
     template = replace(request.template, shape=shape)
-    for split in enumerate_splits(shape, mesh):
+    for split in enumerate_splits(shape, mesh, lora=template.lora):
         if split.pipeline > 1 or samples % split.data:
             continue
         pipelined = replace(split, pipeline=stages)
         micro_batch = samples // split.data
         plain = build_unsharded_spec(template, pipelined, micro_batch, template.recompute)
-        for sharding in list_shardings(replace(pipelined, pipeline=2)):
+        for sharding in list_shardings(replace(pipelined, pipeline=2), template.lora):
             spec = replace(plain, parallelism=replace(pipelined, sharding=sharding))
             if not find_violations(spec):
                 yield spec

@@ -10,18 +10,23 @@ from collections.abc import Iterator, Sequence
 
 from parakit.config.model import ModelShape
 from parakit.config.offload import NO_OFFLOAD
+from parakit.config.peft import Lora
 from parakit.config.recompute import Recompute
 from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import DeviceKind, Fp8Recipe, RunSpec
 from parakit.config.stages import EVEN_SPLIT, choose_stage_split, virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding
-from parakit.costs import CP_COMM_TYPES, divisors
+from parakit.costs import CP_COMM_TYPES, adapter_rules, divisors
 
 LARGEST_MICRO_BATCH = 64
 
 
 def enumerate_splits(
-    shape: ModelShape, devices: int, expert_tensor: int = 0, most_tensor: int | None = None
+    shape: ModelShape,
+    devices: int,
+    expert_tensor: int = 0,
+    most_tensor: int | None = None,
+    lora: Lora | None = None,
 ) -> Iterator[Parallelism]:
     """Yield every parallelism over `devices` ranks with which the model can be split.
 
@@ -32,7 +37,17 @@ def enumerate_splits(
         expert_tensor: Ranks over which each expert is split (ETP). 0 means that ETP is not stated: then experts are
             not split (ETP 1), or split as all other layers, which is Megatron's default.
         most_tensor: Largest degree of tensor parallelism; None for no limit.
+        lora: Adapters that are trained; None trains all weights. Splits that adapters cannot have are left out.
     """
+    for split in _enumerate_shape_splits(shape, devices, expert_tensor, most_tensor):
+        if not any(adapter_rules(lora, split)):
+            yield split
+
+
+def _enumerate_shape_splits(
+    shape: ModelShape, devices: int, expert_tensor: int, most_tensor: int | None
+) -> Iterator[Parallelism]:
+    """Yield every parallelism over `devices` ranks with which a shape can be split, as `enumerate_splits` does."""
     for tensor in divisors(devices, most_tensor):
         if shape.heads % tensor or shape.query_groups % tensor or shape.ffn_hidden % tensor:
             continue
@@ -115,7 +130,7 @@ def enumerate_variants(plain: RunSpec) -> Iterator[RunSpec]:
     """Yield `plain` with each legal number of virtual stages and each sharding."""
     split = plain.parallelism
     for virtual in list_virtual_stages(plain.shape, split, plain.microbatches):
-        for sharding in list_shardings(split):
+        for sharding in list_shardings(split, plain.lora):
             parallelism = replace_cached(split, virtual_stages=virtual, sharding=sharding)
             yield replace(plain, parallelism=parallelism)
 
@@ -138,21 +153,24 @@ _FLAT_SHARDINGS = [sharding for sharding in Sharding if not sharding.is_torch_fs
 _UNWRAPPED_SHARDINGS = [sharding for sharding in _FLAT_SHARDINGS if not sharding.wraps_modules]
 
 
-def list_shardings(split: Parallelism) -> Sequence[Sharding]:
+def list_shardings(split: Parallelism, lora: Lora | None = None) -> Sequence[Sharding]:
     """Return the shardings (ZeRO) that a search tries for a split, the sharding with the least memory last.
 
     Without data and context parallelism, only no sharding is tried. PyTorch's FSDP2 is left out, because Megatron
-    unties the embeddings under it. With pipeline parallelism ZeRO-2 and ZeRO-3 are left out too.
+    unties the embeddings under it. With pipeline parallelism ZeRO-2 and ZeRO-3 are left out too. So they are with LoRA,
+    because Megatron-Bridge's recipes for LoRA shard at most the optimizer.
     """
     if split.data * split.context == 1:
         return [Sharding.NONE]
-    return _UNWRAPPED_SHARDINGS if split.pipeline > 1 else _FLAT_SHARDINGS
+    return _UNWRAPPED_SHARDINGS if split.pipeline > 1 or lora else _FLAT_SHARDINGS
 
 
 def min_memory_variant(plain: RunSpec) -> RunSpec:
     """Return the variant of a run with the least memory: no virtual stages, and the most sharding."""
     split = plain.parallelism
-    return replace(plain, parallelism=replace_cached(split, sharding=list_shardings(split)[-1]))
+    return replace(
+        plain, parallelism=replace_cached(split, sharding=list_shardings(split, plain.lora)[-1])
+    )
 
 
 def list_cp_comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:

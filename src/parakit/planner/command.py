@@ -24,6 +24,7 @@ from parakit.planner.options import PlanOptions, RequestError, plan_options
 from parakit.planner.picture import draw_plan
 from parakit.planner.result import NothingFitsError, plan_strategies
 from parakit.planner.scaling import Failures, draw_scaling, plan_scaling
+from parakit.planner.training_command import refuse_trainer_without_adapters
 
 
 def plan(variables: Namespace) -> int:
@@ -59,6 +60,8 @@ def _predict_one_strategy(options: PlanOptions, variables: Namespace) -> int:
     if options.recipe:
         raise RequestError("RECIPE= is of a search; give STRATEGY= its flags with EXTRA=.")
     strategies = [time_strategy(options)]
+    lora = strategies[0].request.template.lora
+    refuse_trainer_without_adapters(lora, trainer, launcher)
     if options.what_if:
         strategies.append(time_strategy(apply_what_if(options, options.what_if)))
     if options.json:
@@ -84,7 +87,10 @@ def _rank_strategies(options: PlanOptions, variables: Namespace) -> int:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         console = wide_console()
-        result.show_screen(console, result.format_command(*_read_trainer(variables)))
+        trainer, launcher = _read_trainer(variables)
+        lora = result.plan.request.template.lora
+        refuse_trainer_without_adapters(lora, trainer, launcher)
+        result.show_screen(console, result.format_command(trainer, launcher))
         if getattr(variables, "all", False):
             result.show_tables(console)
     if options.svg:

@@ -60,6 +60,8 @@ def show_largest(options: PlanOptions) -> int:
         raise RequestError(
             "LARGEST=1 makes its own models and tries every strategy; leave MODEL= and STRATEGY= out."
         )
+    if options.peft:
+        raise RequestError("LARGEST=1 sizes models whose weights are all trained; leave PEFT= out.")
     device = device_by_key(options.gpu)
     devices, _ = resolve_device_counts(options, device.domain)
     seq_length, dtype = options.seq or _SEQUENCE, options.dtype or "bf16"

@@ -37,6 +37,7 @@ from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import say
 from parakit.formatting.units import duration, gib, ms, percent
+from parakit.planner.advice import finetuning_sentences
 from parakit.planner.candidates import list_cp_comm_types
 from parakit.planner.expert_options import explain_refused_overlap
 from parakit.planner.options import PlanOptions, RequestError
@@ -51,13 +52,19 @@ from parakit.planner.request import (
 from parakit.planner.search import Candidate, Request, evaluate_configuration
 from parakit.planner.show import (
     encode_candidate,
+    encode_finetuning,
     encode_ignored_flags,
     plan_command,
     print_ignored,
     print_missing_file,
 )
 from parakit.planner.time.iteration import TIME_COMPONENTS
-from parakit.planner.training_command import SLURM, format_training_command, state_chosen_flags
+from parakit.planner.training_command import (
+    SLURM,
+    describe_adapter_run,
+    format_training_command,
+    state_chosen_flags,
+)
 from parakit.planner.verdict import Fit, explain_close_fit
 
 if TYPE_CHECKING:
@@ -269,6 +276,7 @@ def encode_timed_strategy(
         "model": timed.request.model.name,
         "gpu": timed.request.cluster.device.key,
         "gpus": timed.request.cluster.devices,
+        **encode_finetuning(timed.request),
         "layout": encode_candidate(timed.request, timed.candidate),
         "uncertainty": timed.uncertainty.to_dict(),
         **encode_ignored_flags(timed.ignored_flags),
@@ -287,7 +295,7 @@ def print_timed_strategies(
     for strategy in strategies:
         if strategy.uncertainty.warning:
             console.print(strategy.uncertainty.warning, style="bold yellow", highlight=False)
-        for sentence in _describe_prediction(strategy):
+        for sentence in [*finetuning_sentences(strategy.request), *_describe_prediction(strategy)]:
             console.print(sentence, highlight=False)
         console.print(str(strategy.uncertainty), highlight=False)
     first, *alternatives = strategies
@@ -300,6 +308,9 @@ def print_timed_strategies(
     if trainer or launcher == SLURM:
         request = state_chosen_flags(first.request, first.candidate)
         say(console, format_training_command(request, spec, trainer, launcher))
+        return
+    if spec.lora:
+        say(console, describe_adapter_run(first.request, spec))
         return
     print_missing_file(first.request.model, console)
     say(console, plan_command(first.request, first.candidate))

@@ -48,6 +48,10 @@ class PlanOptions:
     recipe: str | None = None
     """Recipe of a search: `defaults`, `tuned` or `all` (`recipes.py`)."""
     recompute: Recompute | None = None
+    peft: str | None = None
+    """Text with the adapters of a fine-tuning, not yet parsed (`parakit/config/peft.py`)."""
+    document_length: int | None = None
+    """Mean tokens of the documents that a sample packs; None if a sample is one document."""
     strategy: str | None = None
     what_if: str | None = None
     verify: int = settings.VERIFY.default

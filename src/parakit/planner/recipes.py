@@ -115,7 +115,8 @@ def list_switches(recipe: str, request: Request) -> tuple[Switch, ...]:
             switches.append(_DEEPEP)
     if recipe == ALL and template.dtype == "bf16":
         switches.append(_HALF)
-        if "fp8" in device.peak_tflops:
+        has_nf4_weights = template.lora is not None and template.lora.has_nf4_weights
+        if "fp8" in device.peak_tflops and not has_nf4_weights:
             switches.append(_MICROSCALED if device.generation == "blackwell" else _EIGHT)
             switches.append(_GATHERED)
     stated = Flags((*request.model.flags, *request.extra))

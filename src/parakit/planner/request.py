@@ -19,10 +19,11 @@ from parakit.config.model import (
     apply_flags_to_model,
     training_flags,
 )
+from parakit.config.peft import LORA_TARGETS, Lora, parse_peft
 from parakit.config.run import DeviceKind, RunSpec, adapt_to_cpu_ranks, spec_from_flags
 from parakit.config.strategy import Batch, Parallelism
-from parakit.costs import PRECISIONS, total_parameters
-from parakit.formatting.units import plural
+from parakit.costs import PRECISIONS, list_adapted_linears, total_parameters
+from parakit.formatting.units import joined, plural
 from parakit.planner.calibration import calibrate_from_text, load_calibration
 from parakit.planner.options import PlanOptions, RequestError
 from parakit.planner.readings.local_readings import load_own_runs
@@ -52,6 +53,9 @@ def build_request(options: PlanOptions) -> Request:
     )
     refuse_misspelled_flags((*model.flags, *extra))
     _refuse_linear_attention(model.shape)
+    lora = _parse_lora(options, model)
+    seq_length = options.seq or model.shape.seq_length
+    document_length = _parse_document_length(options, extra, seq_length)
     device = device_by_key(options.gpu)
     devices, per_node = resolve_device_counts(options, device.domain)
     is_cpu = device.key == "cpu"
@@ -70,7 +74,9 @@ def build_request(options: PlanOptions) -> Request:
         inter=link_by_key(options.inter or device.network),
         calibration=load_calibration(options.calibration),
         # The kit's own flags group experts where Megatron can (launch/flags.py).
-        execution=replace(parse_execution(flags), grouped_experts=True),
+        execution=replace(
+            parse_execution(flags), grouped_experts=True, document_length=document_length
+        ),
         nics=options.nics or 0,
         oversubscription=options.oversubscription or 1.0,
     )
@@ -83,7 +89,12 @@ def build_request(options: PlanOptions) -> Request:
             "which plans use by themselves."
         )
     own_runs = load_own_runs(options.readings, cluster)
-    template = replace(template, dtype=dtype)
+    template = replace(template, dtype=dtype, lora=lora)
+    if lora and lora.has_nf4_weights and template.fp8_recipe:
+        raise RequestError(
+            "Weights in NF4 are converted to half precision for each product, so FP8 computes none of them; leave "
+            "the flags of FP8 or weights=nf4 out."
+        )
     return Request(
         model,
         cluster,
@@ -112,6 +123,64 @@ def _refuse_linear_attention(shape: ModelShape) -> None:
             "the planner has no formulas, so the model is not planned: of these layers only the parameters are known "
             f"({total_parameters(shape) / 1e9:.1f} billion in all layers). Plan a model with full attention."
         )
+
+
+def _parse_lora(options: PlanOptions, model: Model) -> Lora | None:
+    """Return the adapters that PEFT= states for a model; None without PEFT=.
+
+    Raises:
+        RequestError: The text cannot be read, or no formula covers LoRA for this model, device or option.
+    """
+    if options.peft is None:
+        return None
+    try:
+        lora = parse_peft(options.peft)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    if lora is None:
+        return None
+    if options.gpu == "cpu":
+        raise RequestError("LoRA is planned on GPUs alone; give GPU= another device.")
+    if options.verify:
+        raise RequestError("VERIFY= runs Megatron-LM's own model, which has no LoRA; leave it out.")
+    if model.shape.blocks:
+        raise RequestError(
+            f"{model.name} has blocks of several kinds, and LoRA is planned for layers of attention with an MLP or "
+            "experts; plan another model."
+        )
+    if not any(list_adapted_linears(kind, lora) for kind, _ in model.shape.layer_kinds):
+        every_target = replace(lora, targets=LORA_TARGETS)
+        names = {
+            linear.name: None
+            for kind, _ in model.shape.layer_kinds
+            for linear in list_adapted_linears(kind, every_target)
+        }
+        raise RequestError(
+            f"{model.name} has none of LoRA's targets {joined(list(lora.targets))}; use some of {joined(list(names))}."
+        )
+    return lora
+
+
+def _parse_document_length(options: PlanOptions, extra: list[str], seq_length: int) -> int:
+    """Return the mean tokens of packed documents; 0 if each sample is one document.
+
+    Raises:
+        RequestError: The documents are longer than a sample. Or flags pack samples, and nobody states the length.
+    """
+    length = options.document_length
+    if length is None:
+        if Flags(extra).has("--sft"):
+            raise RequestError(
+                "--sft packs documents into a sample, and attention stays inside documents; state their mean number "
+                "of tokens with --document-length."
+            )
+        return 0
+    if length > seq_length:
+        raise RequestError(
+            f"Documents of {length:,} tokens do not fit into a sample of {seq_length:,}; use a larger SEQ= or "
+            "shorter documents."
+        )
+    return length
 
 
 def _refuse_unknown_dtype(dtype: str) -> None:

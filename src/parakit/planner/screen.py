@@ -23,6 +23,7 @@ from parakit.planner.search import Plan
 from parakit.planner.show import missing_file, plan_command
 from parakit.planner.training_command import (
     MODEL_FLAGS,
+    describe_adapter_run,
     format_short_torchrun_line,
     state_chosen_flags,
 )
@@ -112,9 +113,11 @@ def _list_commands(plan: Plan) -> str:
     """Return the lines that start the winner: with the kit if it has the model, and with torchrun on GPUs."""
     winner, request = plan.ranked[0], plan.request
     lines = []
-    if not missing_file(request.model):
+    if winner.spec.lora:
+        lines.append(describe_adapter_run(request, winner.spec))
+    elif not missing_file(request.model):
         lines.append(f"  {plan_command(request, winner)}")
-    if request.cluster.device.key != "cpu":
+    if request.cluster.device.key != "cpu" and not winner.spec.lora:
         lines.append(
             f"  {format_short_torchrun_line(state_chosen_flags(request, winner), winner.spec)}"
         )

@@ -33,8 +33,8 @@ from parakit.costs import (
     find_peak_rank,
     find_peak_rank_within,
     find_violations,
+    iteration_flops,
     mfu,
-    model_flops,
 )
 from parakit.planner.candidates import (
     build_unsharded_spec,
@@ -89,8 +89,8 @@ class Request:
     cluster: Cluster
     global_batch: int
     template: RunSpec
-    """The run without its strategy: model, dtype, sequence length, dropout and the stated expert tensor parallelism
-    (ETP). The search replaces all other parallel sizes and the batch."""
+    """The run without its strategy: model, dtype, sequence length, dropout, adapters and the stated expert tensor
+    parallelism (ETP). The search replaces all other parallel sizes and the batch."""
     own_runs: OwnRuns = field(default_factory=OwnRuns)
     """The user's own measurements on this kind of device. They correct every predicted time."""
     extra: tuple[str, ...] = ()
@@ -350,7 +350,7 @@ def _predict(request: Request, spec: RunSpec, peak: tuple[int, PredictedMemory])
         is_recommended=memory.total <= request.capacity,
         verdict=judge_fit_on_cluster(spec, memory, cluster),
         tokens_per_second=samples * shape.seq_length / seconds.total,
-        mfu=mfu(model_flops(shape, samples), seconds.total, devices, peak_flops),
+        mfu=mfu(iteration_flops(spec), seconds.total, devices, peak_flops),
         expert_options=options,
     )
 
@@ -432,7 +432,10 @@ def _bound_all_splits(request: Request) -> tuple[int, list[_Bound], RunSpec | No
     least_bytes, lightest = inf, None
     cluster, expert_tensor = request.cluster, template.parallelism.expert_tensor
     most_tensor = max(MOST_TENSOR_ACROSS_NODES, cluster.per_node)
-    for split in enumerate_splits(template.shape, cluster.devices, expert_tensor, most_tensor):
+    splits = enumerate_splits(
+        template.shape, cluster.devices, expert_tensor, most_tensor, template.lora
+    )
+    for split in splits:
         sizes = list_micro_batch_sizes(split, request.global_batch)
         if not sizes:
             continue
@@ -561,7 +564,9 @@ def _least_seconds_after_work(cluster: Cluster, plain: RunSpec) -> float:
     The bound takes the fastest sharding and schedule, and counts no communication that can be overlapped.
     """
     split = plain.parallelism
-    sharded = (replace_cached(split, sharding=sharding) for sharding in list_shardings(split))
+    sharded = (
+        replace_cached(split, sharding=sharding) for sharding in list_shardings(split, plain.lora)
+    )
     specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
     seconds = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
     if split.pipeline == 1:
@@ -597,7 +602,7 @@ def _count_combinations(template: RunSpec, split: Parallelism, sizes: list[int])
     num_kinds = (
         len(list_recomputes(template))
         * len(list_cp_comm_types(template, split))
-        * len(list_shardings(split))
+        * len(list_shardings(split, template.lora))
     )
     samples_per_rank = template.batch.global_batch_size // split.data
     num_schedules = sum(

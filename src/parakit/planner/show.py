@@ -20,6 +20,7 @@ from parakit.config.strategy import strategy_name
 from parakit.costs import (
     COMPONENTS,
     MEMORY_ASSUMPTIONS,
+    adapter_parameters,
     busiest_collectives,
     explain_vocabulary_change,
     host_bytes,
@@ -40,6 +41,7 @@ from parakit.planner.search import (
 )
 from parakit.planner.time import iteration
 from parakit.planner.time.iteration import TIME_COMPONENTS
+from parakit.planner.training_command import describe_adapter_run
 from parakit.planner.verdict import Fit
 
 _MEMORY_MARKS = {Fit.FITS: "", Fit.CLOSE: " (close)", Fit.DOES_NOT_FIT: " (too much)"}
@@ -86,6 +88,7 @@ def encode_plan(
         "global_batch": request.global_batch,
         "seq_length": template.shape.seq_length,
         "dtype": template.dtype,
+        **encode_finetuning(request),
         "calibration": cluster.calibration.source,
         **encode_ignored_flags(list_ignored_flags(request, is_one_strategy=False)),
         "legal_configurations": plan.legal,
@@ -105,13 +108,25 @@ def encode_plan(
     }
 
 
+def encode_finetuning(request: Request) -> dict[str, Any]:
+    """Return the adapters and the packed documents of a request for JSON; both are None if nobody asked for them."""
+    lora, length = request.template.lora, request.cluster.execution.document_length
+    adapters = None
+    if lora:
+        trained = adapter_parameters(request.template.shape, lora)
+        adapters = asdict(lora) | {"trained_parameters": trained}
+    return {"peft": adapters, "document_length": length or None}
+
+
 def encode_candidate(request: Request, candidate: Candidate) -> dict[str, Any]:
     """Return one configuration as a dictionary for JSON, with memory, communication and time by component."""
     spec = candidate.spec
     extra = (*request.extra, *candidate.expert_options.flags)
     return {
         "strategy": candidate.strategy,
-        "command": make_command(request.model, spec, extra),
+        "command": describe_adapter_run(request, spec)
+        if spec.lora
+        else make_command(request.model, spec, extra),
         "command_trains": trained_vocabulary_sentence(spec) or "what was planned",
         "parallelism": asdict(spec.parallelism),
         "micro_batch_size": spec.batch.micro_batch_size,

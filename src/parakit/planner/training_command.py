@@ -13,8 +13,10 @@ from parakit.config.files import read_yaml
 from parakit.config.flag_table import FLAGS
 from parakit.config.flags import drop_flags, merge_flags, null_tokenizer_flags, values_by_flag
 from parakit.config.model import merge_training_flags
+from parakit.config.peft import Lora
 from parakit.config.run import RunSpec, flags_from_spec
 from parakit.config.strategy import Sharding
+from parakit.planner.options import RequestError
 from parakit.planner.search import Candidate, Request
 
 MEGATRON, BRIDGE, TORCHTITAN = "megatron", "bridge", "torchtitan"
@@ -34,6 +36,48 @@ _HYBRID_LAYERS = ("--spec", "megatron.core.models.mamba.mamba_layer_specs", "mam
 def state_chosen_flags(request: Request, candidate: Candidate) -> Request:
     """Return the request with the options for experts that the search chose for a candidate among its flags."""
     return replace(request, extra=(*request.extra, *candidate.expert_options.flags))
+
+
+def refuse_trainer_without_adapters(lora: Lora | None, trainer: str, launcher: str) -> None:
+    """Raise an error if a trainer or a launcher is named that cannot train a plan with LoRA.
+
+    Args:
+        lora: Adapters of the plan; None accepts every trainer.
+        trainer: Value of FOR=, or an empty text.
+        launcher: Value of LAUNCHER=, or an empty text.
+
+    Raises:
+        RequestError: The run would train all weights. The message names what trains the plan.
+    """
+    if lora is None or (not trainer and launcher != SLURM):
+        return
+    if lora.has_nf4_weights:
+        raise RequestError(f"{_NF4_TRAINERS} Leave FOR= and LAUNCHER= out, or use weights=bf16.")
+    if trainer != BRIDGE:
+        names = {TORCHTITAN: "torchtitan 0.2.2"}
+        raise RequestError(
+            f"{names.get(trainer, 'Megatron-LM')} has no LoRA and would train all weights; use FOR=bridge."
+        )
+
+
+_NF4_TRAINERS = (
+    "Neither Megatron-LM nor Megatron-Bridge trains with weights in NF4; Hugging Face's peft with bitsandbytes "
+    "(load_in_4bit) and NeMo Automodel do."
+)
+
+
+def describe_adapter_run(request: Request, spec: RunSpec) -> str:
+    """Return the lines that say how a plan with LoRA is run: what trains it, and the command of Megatron-Bridge.
+
+    There is no command for weights in NF4, which Megatron-Bridge does not have.
+    """
+    assert spec.lora is not None
+    if spec.lora.has_nf4_weights:
+        return _NF4_TRAINERS
+    return (
+        "Megatron-LM's pretrain_gpt.py and this kit have no LoRA. Megatron-Bridge has it:\n"
+        f"  {format_bridge_command(request, spec)}"
+    )
 
 
 def format_training_command(
@@ -164,13 +208,19 @@ def _format_batch_script(request: Request, spec: RunSpec, flags: Sequence[str]) 
 def format_bridge_command(request: Request, spec: RunSpec) -> str:
     """Return the command of Megatron-Bridge's `run_recipe.py`, with the plan as overrides of a recipe's fields.
 
-    If Megatron-Bridge has no recipe for the model, the command has `--recipe YOUR_RECIPE`.
+    If Megatron-Bridge has no recipe for the model, the command has `--recipe YOUR_RECIPE`. With LoRA the recipe is the
+    model's recipe for adapters. Its data set and its checkpoint are left to the user.
     """
     name = _load_trainer_names()[BRIDGE].get(request.model.name)
-    recipe = f"--model {name}" if name else "--recipe YOUR_RECIPE"
     seq_length = spec.shape.seq_length
     program = "scripts/training/run_recipe.py"
-    options = f"{recipe} --mode pretrain --dataset mock --seq_length {seq_length}"
+    if spec.lora:
+        recipe = f"{name}_peft_config" if name else "YOUR_PEFT_RECIPE"
+        data = "--dataset YOUR_DATASET --pretrained_checkpoint YOUR_CHECKPOINT"
+        options = f"--recipe {recipe} --mode lora {data} --seq_length {seq_length}"
+    else:
+        recipe = f"--model {name}" if name else "--recipe YOUR_RECIPE"
+        options = f"{recipe} --mode pretrain --dataset mock --seq_length {seq_length}"
     line = _format_torchrun_line(request, spec, ())
     head = line.partition(_entry_program(spec))[0]
     overrides = [f"{field}={value}" for field, value in bridge_overrides(request, spec).items()]
@@ -194,6 +244,9 @@ def bridge_overrides(request: Request, spec: RunSpec) -> dict[str, str]:
     if spec.shape.experts:
         overrides["model.expert_model_parallel_size"] = str(parallelism.expert)
         overrides["model.expert_tensor_parallel_size"] = str(parallelism.effective_expert_tensor)
+    if spec.lora:
+        overrides["peft.dim"] = str(spec.lora.rank)
+        overrides["peft.target_modules"] = f"[{','.join(spec.lora.targets)}]"
     flags = drop_flags(list_planned_flags(request, spec), ("--seq-length", "--bf16"))
     for name, values in values_by_flag(flags).items():
         flag = FLAGS.get(name)

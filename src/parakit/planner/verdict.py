@@ -49,25 +49,12 @@ def recommended_bytes(device_bytes: int) -> int:
     return int(device_bytes * MOST_RECOMMENDED_FRACTION)
 
 
-def needed_bytes(memory: PredictedMemory, cluster: Cluster) -> int:
-    """Return the bytes that a rank needs at least, without reclaimable blocks of the allocator."""
-    return _drop_states_if_frozen(memory, cluster).needed
-
-
-def _drop_states_if_frozen(memory: PredictedMemory, cluster: Cluster) -> PredictedMemory:
-    """Return a rank's memory, without gradients and optimizer states if the cluster's run freezes its weights."""
-    if not cluster.execution.frozen:
-        return memory
-    return replace(memory, gradients=0, main_parameters=0, optimizer_state=0)
-
-
 def judge_fit_on_cluster(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> Fit:
     """Return the verdict on a run on a device of the cluster; `memory` is that of its peak rank.
 
     A run that fits by itself is close if it no longer fits with the bytes that the prediction leaves out
     (`uncounted_bytes`).
     """
-    memory = _drop_states_if_frozen(memory, cluster)
     verdict = judge_fit(spec, memory, cluster.device.memory_bytes)
     if verdict is not Fit.FITS:
         return verdict
@@ -124,7 +111,7 @@ def judge_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> Fit:
 def leaves_reserve(spec: RunSpec, memory: PredictedMemory, cluster: Cluster) -> bool:
     """Return True if a run leaves the reserve of its device free, as tuned and published runs do."""
     usable = cluster.device.memory_bytes * (1 - MEMORY_RESERVE)
-    return needed_bytes(memory, cluster) <= usable * (1 + _overestimate_fraction(spec))
+    return memory.needed <= usable * (1 + _overestimate_fraction(spec))
 
 
 def _overestimate_fraction(spec: RunSpec) -> float:

@@ -81,10 +81,7 @@ def fitted_readings(readings: Iterable[PublishedMeasurement]) -> list[MeasuredRu
             measured_run = convert_measurement(measurement)
         except RefusedError:
             continue
-        if (
-            measured_run.cluster.device.generation in FITTED
-            and not measured_run.cluster.execution.frozen
-        ):
+        if measured_run.cluster.device.generation in FITTED and measured_run.spec.lora is None:
             # Settings that a row does not state were taken as 1 when the constants were fitted.
             measured_runs.append(replace(measured_run, unstated=()))
     return measured_runs

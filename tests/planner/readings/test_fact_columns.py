@@ -11,6 +11,7 @@ from parakit.planner.readings.facts import assumed_facts, source_facts
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
 from parakit.planner.readings.residual import compute_residual
 from parakit.planner.readings.table import (
+    COLUMNS,
     MeasurementsError,
     PublishedMeasurement,
     read_measurements,
@@ -30,7 +31,7 @@ def state_facts(measurement: PublishedMeasurement) -> PublishedMeasurement:
         convert_measurement(measurement).cluster.execution,
     )
     stated = {name: value for name, value in facts.items() if name in FACT_COLUMNS}
-    stated |= {"graphs": execution.graphs, "frozen": execution.frozen}
+    stated |= {"graphs": execution.graphs, "peft": str(spec.lora or "none")}
     return replace(
         measurement,
         source="somebody else",
@@ -75,6 +76,11 @@ def test_a_cell_that_is_no_value_of_its_fact_is_named(tmp_path: Path) -> None:
     ):
         with pytest.raises(MeasurementsError, match=f"row 2, column {column}: {expected}"):
             parse_single_row(tmp_path, **{column: text})
+
+
+def test_the_old_column_of_frozen_weights_is_refused_with_its_present_name(tmp_path: Path) -> None:
+    with pytest.raises(MeasurementsError, match="the column frozen, which is peft now"):
+        read_measurements(file_of(tmp_path, {"frozen": "yes"}, columns=(*COLUMNS, "frozen")))
 
 
 def test_columns_replace_the_facts_of_a_known_source(tmp_path: Path) -> None:

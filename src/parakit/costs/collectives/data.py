@@ -11,7 +11,13 @@ from parakit.config.run import RunSpec
 from parakit.costs.collectives.call import CollectiveCall, collective
 from parakit.costs.memory import bytes_per_parameter
 from parakit.costs.operations import Operation, Phase
-from parakit.costs.tensors import Buffer, chunk_buffers, layer_parameters, rank_parameters
+from parakit.costs.tensors import (
+    Buffer,
+    chunk_buffers,
+    layer_parameters,
+    rank_parameters,
+    trained_parameters,
+)
 
 _BUCKETS = "distributed/param_and_grad_buffer.py: _ParamAndGradBucketGroup"
 _FSDP = "distributed/fsdp/src/megatron_fsdp; torch.distributed.fsdp.fully_shard"
@@ -26,6 +32,8 @@ def gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
     sharding = spec.parallelism.sharding
     if sharding.wraps_modules:
         yield from _fsdp_calls(spec, pipeline_rank)
+        if spec.lora:
+            yield from _adapter_gradient_calls(spec, pipeline_rank)
     elif sharding:
         yield from _distributed_optimizer_calls(spec, pipeline_rank)
     else:
@@ -132,10 +140,23 @@ def _fsdp_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
         )
 
 
+def _adapter_gradient_calls(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
+    """Yield the reduce-scatters of adapters' gradients under ZeRO-2, ZeRO-3 and FSDP2, one per micro batch."""
+    trained, width = trained_parameters(spec, pipeline_rank), bytes_per_parameter(spec).gradients
+    for group, elements in (
+        (Group.DATA_CONTEXT, trained.shared),
+        (Group.EXPERT_DATA, trained.experts),
+    ):
+        description, calls, payload = "gradients of adapters", spec.microbatches, width * elements
+        yield collective(spec, group, _SCATTER, Phase.BACKWARD, description, calls, payload, _FSDP)
+
+
 def _unit_calls(
     spec: RunSpec, group: Group, elements: int, passes: int, *, layered: bool = True
 ) -> Iterator[CollectiveCall]:
     """Yield the weight gathers and the gradient reduce-scatters of units of `elements` parameters.
+
+    With LoRA the units are frozen and have no gradients.
 
     Args:
         spec: The run.
@@ -152,6 +173,8 @@ def _unit_calls(
         num_gathers, phase = passes // spec.microbatches, Phase.OPTIMIZER
     weight_bytes, gradient_bytes = precision.weights * elements, precision.gradients * elements
     yield collective(spec, group, _GATHER, phase, "weights", num_gathers, weight_bytes, _FSDP)
+    if spec.lora:
+        return
     description, backward = "gradients", Phase.BACKWARD
     yield collective(spec, group, _SCATTER, backward, description, passes, gradient_bytes, _FSDP)
 

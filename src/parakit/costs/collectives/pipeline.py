@@ -39,9 +39,9 @@ def pipeline_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[Collecti
 def tied_embedding_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     """Yield the all-reduce of the embedding's gradients between the first and the last stage.
 
-    Nothing is yielded unless both stages hold a copy of the embedding.
+    Nothing is yielded unless both stages hold a copy of the embedding and train it.
     """
-    if not spec.shares_embedding_across_stages:
+    if not spec.shares_embedding_across_stages or spec.lora:
         return
     elements = spec.padded_vocabulary * spec.shape.hidden // spec.parallelism.tensor
     yield collective(

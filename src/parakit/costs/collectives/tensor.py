@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from parakit.config.groups import Group
 from parakit.config.model import EXPERTS, MLP, MTP, ModelShape
+from parakit.config.peft import Lora
 from parakit.config.run import RunSpec
+from parakit.costs.adapters import list_adapted_linears
 from parakit.costs.collectives.call import CollectiveCall, MegatronVersion, collective, layer_passes
 from parakit.costs.memory import bytes_per_parameter
 from parakit.costs.operations import Operation, Phase
@@ -21,6 +23,8 @@ _REDUCING = f"{_MAPPINGS}: _ReduceFromModelParallelRegion"
 _REDUCE, _GATHER = Operation.ALL_REDUCE, Operation.ALL_GATHER
 _SCATTER = Operation.REDUCE_SCATTER
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
+_GATHERED_AGAIN = "the same inputs again, for weights"
+_ADAPTER = "megatron/bridge/peft/utils.py: ParallelLinearAdapter"
 
 
 def tensor_collectives(
@@ -44,8 +48,9 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
 
     There is one all-reduce after each row-parallel matrix, and one for the input gradient of each
     column-parallel matrix. Under SP a reduce-scatter and an all-gather replace each all-reduce, and backward
-    gathers the inputs a second time. Calls of backward overlap with the computation of weight gradients. Only
-    the gather of the output gradients does not overlap. Nothing is yielded if TP is 1.
+    gathers the inputs a second time, unless weights are frozen. Calls of backward overlap with the computation of
+    weight gradients. Only the gather of the output gradients does not overlap. With LoRA the calls of adapters
+    follow. Nothing is yielded if TP is 1.
     """
     if spec.parallelism.tensor == 1:
         return
@@ -64,7 +69,7 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         rows = [
             (_GATHER, _FORWARD, "inputs of column-parallel matrices", _LINEAR + ".forward"),
             (_SCATTER, _FORWARD, "row-parallel outputs", f"{_MAPPINGS}: _ReduceScatter"),
-            (_GATHER, _BACKWARD, "the same inputs again, for weights", _LINEAR + ".backward"),
+            (_GATHER, _BACKWARD, _GATHERED_AGAIN, _LINEAR + ".backward"),
             (_SCATTER, _BACKWARD, "their gradients", _LINEAR + ".backward"),
             (_GATHER, _BACKWARD, "gradients of row-parallel outputs", f"{_MAPPINGS}: _Gather"),
         ]
@@ -73,9 +78,45 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         return
     forwards, backwards = (sum(passes) for passes in zip(*pairs, strict=True))
     for operation, phase, description, source in rows:
+        if spec.lora and description == _GATHERED_AGAIN:
+            continue
         calls = forwards if phase is _FORWARD else backwards
         beside = phase is _BACKWARD and source.startswith(_LINEAR)
         yield _call(spec, operation, phase, description, calls, hidden_bytes(spec), source, beside)
+    if spec.lora:
+        yield from _adapter_calls(spec, spec.lora)
+
+
+def _adapter_calls(spec: RunSpec, lora: Lora) -> Iterator[CollectiveCall]:
+    """Yield the calls of adapters inside the layers of one pipeline rank, over all micro batches.
+
+    The output of A, with as many columns as the rank, is gathered or summed in forward, and its gradient is summed in
+    backward. The output of B is gathered for row-parallel layers. Under SP each rank keeps only its own tokens of
+    that output, so backward gathers the output's gradient. Without SP backward sums the input gradients of adapters
+    of column-parallel layers (`megatron/bridge/peft/utils.py: ParallelLinearAdapter`). Adapters of experts are left
+    out, because experts are rarely split over TP.
+    """
+    is_sequence_parallel = spec.parallelism.sequence_parallel
+    tokens = spec.element_bytes * spec.micro_batch_tokens
+    for linear in list_adapted_linears(spec.shape, lora):
+        if linear.component == "experts" or not linear.is_split:
+            continue
+        modules = ("mlp",) if linear.component == "dense_mlp" and not spec.shape.experts else ()
+        forwards, backwards = layer_passes(spec, *modules)
+        name, narrow = f"adapter of {linear.name}", tokens * lora.rank
+        inner = _REDUCE if linear.is_row_parallel else _GATHER
+        yield _call(spec, inner, _FORWARD, f"{name}: A's output", forwards, narrow, _ADAPTER)
+        inner_gradient = f"{name}: gradient of A's output"
+        yield _call(spec, _REDUCE, _BACKWARD, inner_gradient, backwards, narrow, _ADAPTER)
+        if linear.is_row_parallel:
+            outputs = tokens * linear.outputs
+            yield _call(spec, _GATHER, _FORWARD, f"{name}: B's output", forwards, outputs, _ADAPTER)
+            if is_sequence_parallel:
+                gradient = f"{name}: gradient of B's output"
+                yield _call(spec, _GATHER, _BACKWARD, gradient, backwards, outputs, _ADAPTER)
+        elif not is_sequence_parallel:
+            inputs, gradient = tokens * linear.inputs, f"{name}: input gradient"
+            yield _call(spec, _REDUCE, _BACKWARD, gradient, backwards, inputs, _ADAPTER)
 
 
 def mtp_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
@@ -168,7 +209,7 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     if spec.parallelism.sequence_parallel:
         rows = [
             (_GATHER, _FORWARD, "input of the output layer"),
-            (_GATHER, _BACKWARD, "input of the output layer again"),
+            *(() if spec.lora else ((_GATHER, _BACKWARD, "input of the output layer again"),)),
             (_SCATTER, _BACKWARD, "input gradients of the output layer"),
         ]
     calls, depths = spec.microbatches * spec.shape.predicted_tokens, spec.shape.total_mtp_layers
@@ -234,9 +275,10 @@ def batch_collectives(
 def partial_gradient_collectives(spec: RunSpec, pipeline_rank: int) -> Iterator[CollectiveCall]:
     """Yield the all-reduce of gradients of norms, row-parallel biases and routers.
 
-    Under SP each TP rank has only a partial sum of these gradients. Nothing is yielded without SP.
+    Under SP each TP rank has only a partial sum of these gradients. Nothing is yielded without SP, and if these
+    weights are frozen.
     """
-    if not spec.parallelism.sequence_parallel:
+    if not spec.parallelism.sequence_parallel or spec.lora:
         return
     elements = partial_gradient_elements(spec, pipeline_rank)
     yield _call(

@@ -33,11 +33,11 @@ _SWITCHES = (
     *("eager_activation", "scatter_gather", "deduplicated", "fused_loss", "captured"),
     *("overlap_experts", "fused_experts", "broadcast_parameters", "half_gradients"),
     *("quantised_weights", "aware", "half_moments", "clamps_activations", "unfused_rotary"),
-    *("blocking", "summed_profiles", "frozen", "says_virtual"),
+    *("blocking", "summed_profiles", "says_virtual"),
 )
 _WHOLE_NUMBERS = ("mtp_layers", "offload_layers", "expert_tensor", "per_node", "document_length")
 _NUMBERS = ("dropout", "capacity", "network_gb_per_second", "release")
-_TEXTS = ("sharding", "loss_impl", "fp8", "unstated_bits", "dispatcher", "offload_modules")
+_TEXTS = ("sharding", "loss_impl", "fp8", "unstated_bits", "dispatcher", "offload_modules", "peft")
 
 FACT_COLUMNS: dict[str, Callable[[str], Fact]] = {
     **dict.fromkeys(_SWITCHES, _parse_switch),

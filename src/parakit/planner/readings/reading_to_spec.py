@@ -26,6 +26,7 @@ from parakit.config.flags import Flags
 from parakit.config.hardware import Link, UnknownHardwareError, device_by_key, link_by_key
 from parakit.config.model import GPT2_VOCABULARY, ModelShape
 from parakit.config.offload import Offload
+from parakit.config.peft import Lora, parse_peft
 from parakit.config.recompute import RECOMPUTED_MODULES, Recompute
 from parakit.config.run import (
     DeviceKind,
@@ -324,6 +325,7 @@ def _stated_spec(measurement: PublishedMeasurement, source: dict[str, Any]) -> R
             groups_per_token=groups_per_token,
         ),
         token_dispatcher=_choose_dispatcher(measurement, source),
+        lora=_stated_lora(measurement, source),
         model=measurement.model,
     )
 
@@ -593,18 +595,33 @@ def _stated_execution(measurement: PublishedMeasurement, source: dict[str, Any])
     notes = measurement.notes.lower()
     has_graphs = container_release(measurement, source) >= source["graphs_since"]
     has_graphs = has_graphs and model_facts(measurement.model).get("whole_graph", True)
-    is_adapter = "lora" in notes or re.search(r"[/ ]peft", measurement.where) is not None
     switches = {
         "overlap_gradients": source["overlap"],
         "overlap_parameters": source["overlap"],
         "overlap_tensor": stated["overlap_tensor"] or "async" in notes,
         "graphs": source.get("graphs", has_graphs),
-        "frozen": source.get("frozen", is_adapter),
         "portable_attention": is_eager,
         "unfused": is_eager and "compile" not in measurement.notes,
         "deduplicated": stated["deduplicated"] and not measurement.notes.startswith("A2A"),
     }
     return Execution(**stated | switches)
+
+
+def _stated_lora(measurement: PublishedMeasurement, source: dict[str, Any]) -> Lora | None:
+    """Return the adapters that a measured run trains; None if it trains all weights.
+
+    The measurement's column `peft` states them. Without this column, a run trains adapters if its notes or its path
+    say so. They are then those of the source's fact `peft`.
+
+    Raises:
+        RefusedError: The column or the fact cannot be read.
+    """
+    is_lora = "lora" in measurement.notes.lower() or re.search(r"[/ ]peft", measurement.where)
+    text = dict(measurement.facts).get("peft", source["peft"] if is_lora else "none")
+    try:
+        return parse_peft(str(text))
+    except ValueError as error:
+        raise RefusedError(f"its column peft: {error}") from None
 
 
 def _spec_of_flags(measurement: PublishedMeasurement, arguments: list[str]) -> RunSpec:

@@ -18,7 +18,7 @@ from parakit.planner.readings.residual import Residual, Residuals, predicted_mem
 from parakit.planner.readings.table import Refusal
 from parakit.planner.ties import choose_preferred
 from parakit.planner.time.iteration import TIME_COMPONENTS, iteration_seconds
-from parakit.planner.verdict import judge_fit_on_cluster, needed_bytes
+from parakit.planner.verdict import judge_fit_on_cluster
 
 MEMORY, TIME = "memory", "time"
 
@@ -407,7 +407,7 @@ def _encode_residual(item: Residual, errors: PredictionErrors) -> dict[str, Any]
         "predicted": item.predicted,
         "error": item.error,
         "fits": judge_fit_on_cluster(spec, memory, cluster) if is_judged else None,
-        "memory_bytes": needed_bytes(memory, cluster) if is_run else None,
+        "memory_bytes": memory.needed if is_run else None,
         "interval_80": errors.interval(item, 0.80) if is_run else None,
         "interval_95": errors.interval(item, 0.95) if is_run else None,
         "unstated": list(item.unstated),

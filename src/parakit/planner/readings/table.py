@@ -62,6 +62,8 @@ METRICS = (
 )
 """Kinds of figures; the unit is part of the name."""
 
+_OLD_ADAPTER_COLUMN = "frozen"
+"""Name of the column `peft` in files of earlier versions, which had yes and no."""
 _MOST_DIGITS = 18
 """Most digits of a whole number."""
 
@@ -182,7 +184,8 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
     empty texts.
 
     Raises:
-        MeasurementsError: The file cannot be read, or lacks a column or names one twice.
+        MeasurementsError: The file cannot be read, lacks a column, names one twice, or has a column of an earlier
+            version.
     """
     try:
         rows = list(read_csv_rows(read_text(path), path))
@@ -196,6 +199,11 @@ def read_rows(path: Path) -> tuple[list[str], list[tuple[int, dict[str, str]]]]:
             "as in src/parakit/planner/readings/README.md."
         )
     known_columns = (*COLUMNS, *OPTIONAL_COLUMNS)
+    if _OLD_ADAPTER_COLUMN in columns:
+        raise MeasurementsError(
+            f"{path}: row 1 names the column {_OLD_ADAPTER_COLUMN}, which is peft now; write lora in place of yes, "
+            "and none in place of no."
+        )
     repeated = [name for name in known_columns if columns.count(name) > 1]
     if repeated:
         raise MeasurementsError(

@@ -14,6 +14,7 @@ from itertools import compress
 from typing import NamedTuple
 
 from parakit.config.model import MAMBA, MTP, LatentAttention, Mamba
+from parakit.config.peft import NF4_BITS, ROW_PARALLEL_LINEARS, Lora
 from parakit.config.replacing import replace
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.costs import (
@@ -102,17 +103,17 @@ class LayerSeconds:
         return gradients + recompute + self.backward_attention + self.backward_memory
 
 
-def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> LayerSeconds:
+def layer_seconds(spec: RunSpec, rate: DeviceRates) -> LayerSeconds:
     """Return the computation times of one layer for one micro batch, without communication.
 
-    All layers of `spec` must be of one kind.
+    All layers of `spec` must be of one kind. With LoRA, the layer's own weights have no gradients, and the products
+    of the adapters are added.
 
     Args:
         spec: The run.
         rate: Rates that the device achieves.
-        frozen: True if the layer computes no gradients of its weights.
     """
-    layer = _layer_seconds_without_context(spec.without_cp_comm_type, rate, frozen)
+    layer = _layer_seconds_without_context(spec.without_cp_comm_type, rate)
     forward, backward = (moved / rate.bytes_per_second for moved in context_bytes(spec))
     if not backward:
         return layer
@@ -126,12 +127,16 @@ def layer_seconds(spec: RunSpec, rate: DeviceRates, frozen: bool = False) -> Lay
 
 
 @lru_cache(maxsize=65536)
-def _layer_seconds_without_context(spec: RunSpec, rate: DeviceRates, frozen: bool) -> LayerSeconds:
+def _layer_seconds_without_context(spec: RunSpec, rate: DeviceRates) -> LayerSeconds:
     """Return a layer's times for one micro batch, without the memory traffic that context parallelism adds."""
     products = tuple(_list_products(spec))
+    adapters = _AdapterTraffic()
+    if spec.lora:
+        adapters = _adapter_traffic(spec, spec.lora, products)
+        products = _add_adapter_products(spec.lora, products)
     is_recomputed = [spec.recompute.recomputes(*product.modules) for product in products]
     has_recomputed_attention = spec.recompute.recomputes("core_attn")
-    matmul = _product_times(spec, rate, products, frozen)
+    matmul = _product_times(spec, rate, products)
     attention, attention_backward = _attention_seconds(spec, rate)
     scores_forward, scores_backward = scores_bytes(spec)
     attention += scores_forward / rate.bytes_per_second
@@ -139,8 +144,11 @@ def _layer_seconds_without_context(spec: RunSpec, rate: DeviceRates, frozen: boo
     cast_forward, cast_backward = _cast_bytes(products, rate)
     cast_recompute, _ = _cast_bytes(compress(products, is_recomputed), rate)
     drawing = _dropout_seconds(spec, rate)
-    trained = () if frozen else products
-    num_weights = sum(product.copies * product.inner * product.columns for product in trained)
+    num_weights = sum(
+        product.copies * product.inner * product.columns
+        for product in products
+        if product.is_trained
+    )
     adding = num_weights * _seconds_per_added_gradient(spec, rate)
     return LayerSeconds(
         forward_matmul=sum(matmul.forward),
@@ -149,11 +157,14 @@ def _layer_seconds_without_context(spec: RunSpec, rate: DeviceRates, frozen: boo
         weight_gradients=matmul.weight_gradients,
         forward_attention=attention,
         attention_recompute=attention if has_recomputed_attention else 0.0,
-        forward_memory=(moved.forward + cast_forward) / rate.bytes_per_second + drawing,
-        memory_recompute=(moved.recompute + cast_recompute) / rate.bytes_per_second
+        forward_memory=(moved.forward + cast_forward + adapters.forward) / rate.bytes_per_second
+        + drawing,
+        memory_recompute=(moved.recompute + cast_recompute + adapters.recompute)
+        / rate.bytes_per_second
         + (drawing if spec.recompute.recomputes() else 0.0),
         backward_attention=attention_backward + scores_backward / rate.bytes_per_second,
-        backward_memory=(moved.backward + cast_backward) / rate.bytes_per_second + adding,
+        backward_memory=(moved.backward + cast_backward + adapters.backward) / rate.bytes_per_second
+        + adding,
     )
 
 
@@ -166,9 +177,7 @@ class _ProductTimes(NamedTuple):
     weight_gradients: float
 
 
-def _product_times(
-    spec: RunSpec, rate: DeviceRates, products: Sequence[_Product], frozen: bool
-) -> _ProductTimes:
+def _product_times(spec: RunSpec, rate: DeviceRates, products: Sequence[_Product]) -> _ProductTimes:
     """Return the seconds of matrix products in forward and backward.
 
     Backward has two products per product of forward: one for the gradient of the input, and one for the gradient of the
@@ -195,8 +204,7 @@ def _product_times(
         forward=[seconds(p, p.rows, p.inner, p.columns) for p in products],
         input_gradients=sum(seconds(p, p.rows, p.columns, p.inner) for p in products),
         weight_gradients=sum(
-            seconds(p, p.inner, p.rows, p.columns, accumulates)
-            for p in (() if frozen else products)
+            seconds(p, p.inner, p.rows, p.columns, accumulates) for p in products if p.is_trained
         ),
     )
 
@@ -249,22 +257,27 @@ def head_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
     """
     predicted_tokens = spec.shape.predicted_tokens
     matmul = predicted_tokens * _output_layer_seconds(spec, rate)
-    table_elements = predicted_tokens * _vocabulary_table_elements(spec)
+    table_elements = 0 if spec.lora else predicted_tokens * _vocabulary_table_elements(spec)
     gradient_seconds = table_elements * _seconds_per_added_gradient(spec, rate)
     return matmul, _loss_seconds(spec, rate) + gradient_seconds
 
 
 def _output_layer_seconds(spec: RunSpec, rate: DeviceRates) -> float:
-    """Return the seconds of the output layer's matrix products, forward and backward, for one predicted token."""
+    """Return the seconds of the output layer's matrix products, forward and backward, for one predicted token.
+
+    With LoRA the output layer is frozen, so its weight has no gradient.
+    """
     tensor_parallel = spec.parallelism.tensor
     tokens, hidden = spec.micro_batch_tokens, spec.shape.hidden
     vocabulary = spec.shape.padded_vocabulary(tensor_parallel) // tensor_parallel
     if rate.measured.logit_seconds is not None:
-        return 6 * tokens * hidden * vocabulary / rate.flops
+        return (4 if spec.lora else 6) * tokens * hidden * vocabulary / rate.flops
     element_bytes = spec.element_bytes
     accumulates = not rate.execution.unfused_gradients
     forward = product_seconds(tokens, hidden, vocabulary, element_bytes, rate)
     input_gradient = product_seconds(tokens, vocabulary, hidden, element_bytes, rate)
+    if spec.lora:
+        return forward + input_gradient
     weight_gradient = product_seconds(
         hidden, tokens, vocabulary, element_bytes, rate, accumulated=accumulates
     )
@@ -372,6 +385,12 @@ class _Product(NamedTuple):
     """True for the input, and for the output's gradient, if they stay between an expert's two products."""
     modules: tuple[str, ...] = ()
     """Modules whose recomputation repeats the product; if empty, only that of the full layer does."""
+    linear: str = ""
+    """Name in Megatron-Core of the linear layer, such as `linear_qkv`; empty if LoRA cannot adapt the layer."""
+    is_trained: bool = True
+    """False if the weight is frozen, so that backward computes no gradient of it."""
+    tensor: int = 1
+    """Ranks over which tensor parallelism splits the linear layer."""
 
 
 @lru_cache(maxsize=65536)
@@ -463,15 +482,18 @@ def _list_products(spec: RunSpec) -> Iterator[_Product]:
     else:
         width = shape.heads * shape.head_width // tensor
         qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
-        yield _Product(tokens, hidden, qkv, normed=True)
-        yield _Product(tokens, width, hidden)
+        yield _Product(tokens, hidden, qkv, normed=True, linear="linear_qkv", tensor=tensor)
+        yield _Product(tokens, width, hidden, linear="linear_proj", tensor=tensor)
     gate = 2 if shape.gated else 1
     dense = shape.shared_expert_ffn if shape.experts else shape.ffn_hidden
     if dense:
         modules = ("moe", "shared_experts") if shape.experts else ("mlp",)
         is_normed = not shape.experts
-        yield _Product(tokens, hidden, dense // tensor * gate, normed=is_normed, modules=modules)
-        yield _Product(tokens, dense // tensor, hidden, modules=modules)
+        columns = dense // tensor * gate
+        first = _Product(tokens, hidden, columns, normed=is_normed, modules=modules)
+        second = _Product(tokens, dense // tensor, hidden, modules=modules)
+        yield first._replace(linear="linear_fc1", tensor=tensor)
+        yield second._replace(linear="linear_fc2", tensor=tensor)
     if shape.experts:
         yield from _list_expert_products(spec, gate)
 
@@ -500,9 +522,10 @@ def _list_expert_products(spec: RunSpec, gate: int) -> Iterator[_Product]:
         yield _Product(rank_tokens, hidden, shape.latent_experts, modules=modules)
         yield _Product(rank_tokens, shape.latent_experts, hidden, modules=modules)
         hidden = shape.latent_experts
-    first, second = (False, True), (True, False)
-    yield _Product(tokens, hidden, ffn * gate, experts_per_rank, between=first, modules=modules)
-    yield _Product(tokens, ffn, hidden, experts_per_rank, between=second, modules=modules)
+    first = _Product(tokens, hidden, ffn * gate, experts_per_rank, modules=modules)
+    second = _Product(tokens, ffn, hidden, experts_per_rank, modules=modules)
+    yield first._replace(between=(False, True), linear="linear_fc1", tensor=expert_tensor)
+    yield second._replace(between=(True, False), linear="linear_fc2", tensor=expert_tensor)
 
 
 def _list_mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
@@ -532,22 +555,89 @@ def _list_latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_P
     hidden, tokens = spec.shape.hidden, spec.micro_batch_tokens
     heads, rank_tokens = spec.shape.heads // spec.parallelism.tensor, tokens // spec.sequence_shards
     queries, up = heads * (latent.head_width + latent.rotary_width), ("mla_up_proj",)
+    tensor = spec.parallelism.tensor
     if latent.query_rank:
-        yield _Product(rank_tokens, hidden, latent.query_rank)
-    yield _Product(tokens, latent.query_rank or hidden, queries, modules=up)
-    yield _Product(rank_tokens, hidden, latent.key_value_rank + latent.rotary_width)
+        yield _Product(rank_tokens, hidden, latent.query_rank, linear="linear_q_down_proj")
+    query_product = _Product(tokens, latent.query_rank or hidden, queries, modules=up)
+    query_name = "linear_q_up_proj" if latent.query_rank else "linear_q_proj"
+    yield query_product._replace(linear=query_name, tensor=tensor)
+    down_columns = latent.key_value_rank + latent.rotary_width
+    yield _Product(rank_tokens, hidden, down_columns, linear="linear_kv_down_proj")
     values = heads * latent.value_width
     keys_and_values = heads * latent.head_width + values
-    yield _Product(tokens, latent.key_value_rank, keys_and_values, modules=up)
-    yield _Product(tokens, values, hidden)
+    key_value_product = _Product(tokens, latent.key_value_rank, keys_and_values, modules=up)
+    yield key_value_product._replace(linear="linear_kv_up_proj", tensor=tensor)
+    yield _Product(tokens, values, hidden, linear="linear_proj", tensor=tensor)
+
+
+def _add_adapter_products(lora: Lora, products: Iterable[_Product]) -> tuple[_Product, ...]:
+    """Return the products of frozen linear layers, and after each the two products of its adapter.
+
+    Adapters compute in the run's own type, without FP8. A norm before an adapter therefore writes its output in that
+    type (`layernorm_linear.py: with_quantized_norm`). All experts of a rank share one adapter.
+    """
+    with_adapters: list[_Product] = []
+    for product in products:
+        is_adapted = product.linear in lora.targets
+        normed = product.normed and not is_adapted
+        with_adapters.append(product._replace(is_trained=False, normed=normed))
+        if not is_adapted:
+            continue
+        rows, modules = product.rows * product.copies, product.modules
+        down_columns, up_columns = lora.rank // product.tensor, product.columns
+        if product.linear in ROW_PARALLEL_LINEARS:
+            down_columns, up_columns = lora.rank, product.columns // product.tensor
+        down = _Product(rows, product.inner, down_columns, quantized=False, modules=modules)
+        up = _Product(rows, lora.rank, up_columns, quantized=False, modules=modules)
+        with_adapters += [down, up]
+    return tuple(with_adapters)
+
+
+class _AdapterTraffic(NamedTuple):
+    """Memory traffic of LoRA in one layer and micro batch besides its products, in bytes."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    recompute: float = 0.0
+
+
+_ADDITION_PASSES = 3
+"""Passes over a tensor that is added to another one: both are read, and the sum is written."""
+
+
+def _adapter_traffic(spec: RunSpec, lora: Lora, products: Iterable[_Product]) -> _AdapterTraffic:
+    """Return the memory traffic that LoRA adds to a layer besides the products of adapters.
+
+    Forward adds the output of an adapter to the output of its linear layer, and backward adds their input gradients.
+    The output of a row-parallel layer is split over SP before it is added. Weights in NF4 are read and written in the
+    run's type before each product.
+    """
+    forward = backward = recompute = 0.0
+    for product in products:
+        if product.linear in lora.targets:
+            rows = product.rows * product.copies
+            is_scattered = product.linear in ROW_PARALLEL_LINEARS and product.tensor > 1
+            output_rows = rows // spec.sequence_shards if is_scattered else rows
+            added = _ADDITION_PASSES * spec.element_bytes * output_rows * product.columns
+            forward += added
+            backward += _ADDITION_PASSES * spec.element_bytes * rows * product.inner
+            recompute += added if spec.recompute.recomputes(*product.modules) else 0
+        if product.linear and lora.has_nf4_weights:
+            weights = product.copies * product.inner * product.columns
+            converted = (NF4_BITS / 8 + spec.element_bytes) * weights
+            forward += converted
+            backward += converted
+            recompute += converted if spec.recompute.recomputes(*product.modules) else 0
+    return _AdapterTraffic(forward, backward, recompute)
 
 
 def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, int]:
     """Return the bytes that are moved to quantise the operands of products, in forward and in backward.
 
     Without an fp8 recipe both numbers are 0. Each operand is read with two bytes per element. It is written twice: as
-    it is, and transposed for the weight's gradient (Transformer Engine, `cast_transpose`). Some recipes compute the
-    scale from the maximum of the tensor (`Float8CurrentScaling`, and NVFP4: arXiv:2509.25149 §4.1). They read the
+    it is, and transposed for the weight's gradient (Transformer Engine, `cast_transpose`). Operands of frozen weights
+    are not written transposed (`linear.py: backward_needs_input`). Some recipes compute the scale from the maximum of
+    the tensor (`Float8CurrentScaling`, and NVFP4: arXiv:2509.25149 §4.1). They read the
     operand a second time. Under `Float8CurrentScaling` a norm computes the maximum of its output, which saves this
     reading (TransformerEngine#2013). If the scale is known before (`DelayedScaling`), a norm writes its output
     quantised, so that it only has to be transposed. Fused experts quantise the tensors between their products inside
@@ -558,14 +648,14 @@ def _cast_bytes(products: Iterable[_Product], rate: DeviceRates) -> tuple[int, i
         return 0, 0
     read = 4 if fp8_recipe in (Fp8Recipe.TENSORWISE, Fp8Recipe.NVFP4) else 2
     written = FP8_RECIPE_BYTES[fp8_recipe]
-    transposed = written if rate.transposes else 0.0
-    bytes_per_element = read + written + transposed
-    bytes_after_norm = {
-        Fp8Recipe.DELAYED: 2 * transposed,
-        Fp8Recipe.TENSORWISE: bytes_per_element - 2,
-    }.get(fp8_recipe, bytes_per_element)
     inputs = outputs = 0.0
     for product in products:
+        transposed = written if rate.transposes and product.is_trained else 0.0
+        bytes_per_element = read + written + transposed
+        bytes_after_norm = {
+            Fp8Recipe.DELAYED: 2 * transposed,
+            Fp8Recipe.TENSORWISE: bytes_per_element - 2,
+        }.get(fp8_recipe, bytes_per_element)
         is_input_fused, is_output_fused = (
             product.between if rate.execution.fused_experts else (False, False)
         )

@@ -35,8 +35,6 @@ class Execution:
     summed_profiles: bool = False
     """The published time is a sum of times of single layers, each profiled alone. A layer's launches then hide behind
     the same layer's kernels only, and nothing else of a micro batch takes time on the host."""
-    frozen: bool = False
-    """The weights are not trained (LoRA): backward computes no weight gradients, and nothing is reduced."""
     portable_attention: bool = False
     """Attention is FlashAttention 2 or Triton, which were written for Ampere, instead of cuDNN or FlashAttention 3."""
     eager_activation: bool = False

@@ -14,7 +14,7 @@ from math import log2, sqrt
 
 from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP
 from parakit.config.run import DeviceKind, RunSpec
-from parakit.costs import CollectiveCall
+from parakit.costs import CollectiveCall, list_adapted_linears
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.traffic import softmax_is_fused
 
@@ -50,6 +50,9 @@ _GROUPED_EXPERT_KERNELS = 0.04
 """Further kernels per local expert where one call computes all of them: two products, forward and twice backward, of
 about a hundred kernels of a layer. Transformer Engine's `GroupedLinear` starts them one by one on a few streams, but
 from C++, so that six kernels cost as much as four. The number doubles with fp8, which casts each expert's operand."""
+_ADAPTER_KERNELS = 0.1
+"""Further kernels per LoRA adapter, of about a hundred kernels of a layer: two products, the factor alpha/rank and the
+addition in forward, and four products, the factor and the addition of input gradients in backward."""
 _FORWARD_LAUNCH_FRACTION = 0.4
 """Forward's fraction of a layer's host time, without recomputation. Forward has a third of the kernels, but Python
 launches more of them than in backward. The value was chosen with the steps of vuiseng9/megatron-tutorials in sight,
@@ -182,6 +185,8 @@ def launch_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCa
     kernels *= _FRACTION_OF_LAYER.get(spec.shape.blocks, 1.0)
     if spec.shape.experts:
         kernels *= _expert_layer_kernels(spec, cluster)
+    if spec.lora:
+        kernels += _ADAPTER_KERNELS * len(list_adapted_linears(spec.shape, spec.lora))
     launches = (
         constants.layer_launch_seconds * kernels * (3 + _recomputed_kernel_fraction(spec)) / 3
     )

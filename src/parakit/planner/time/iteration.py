@@ -40,8 +40,8 @@ from parakit.costs import (
     middle_ranks,
     partial_gradient_collectives,
     pipeline_collectives,
-    rank_parameters,
     rank_tensors,
+    trained_parameters,
 )
 from parakit.planner.time.cluster import Cluster, find_route
 from parakit.planner.time.compute import (
@@ -431,7 +431,8 @@ def _embedding_and_head_time(spec: RunSpec, cluster: Cluster) -> tuple[_Piece, _
     batch = _call_seconds(spec, cluster, batch_collectives(spec, False, True, LATEST_MEGATRON))
     embedding_calls = _call_seconds(spec, cluster, embedding_collectives(spec))
     # A third of the head's products computes the weights' gradients, with which calls overlap.
-    head_calls = _exposed_call_seconds(spec, cluster, head_collectives(spec), head_matmul / 3)
+    weight_gradients = 0.0 if spec.lora else head_matmul / 3
+    head_calls = _exposed_call_seconds(spec, cluster, head_collectives(spec), weight_gradients)
     embedding = MicroBatchSeconds(
         memory_bound=embedding_seconds(spec, rate), tensor_parallel=embedding_calls
     )
@@ -453,7 +454,7 @@ def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[_Piece, LayerSeconds]:
     Launches that nothing hides are part of the device's seconds. All launches are the host's seconds, which the stage
     compares with the device's.
     """
-    layer = layer_seconds(spec, _get_rates(spec, cluster), cluster.execution.frozen)
+    layer = layer_seconds(spec, _get_rates(spec, cluster))
     calls = _layer_call_seconds(spec.without_cp_comm_type, cluster)
     matmul = _overlappable_matmul_seconds(layer) + layer.weight_gradients
     attention = layer.forward_attention + layer.attention_recompute + layer.backward_attention
@@ -504,7 +505,7 @@ def _layer_call_seconds(spec: RunSpec, cluster: Cluster) -> _LayerCallSeconds:
 
     The time of tensor-parallel calls is the exposed part.
     """
-    layer = layer_seconds(spec, _get_rates(spec, cluster), cluster.execution.frozen)
+    layer = layer_seconds(spec, _get_rates(spec, cluster))
     tensor_calls, expert_calls = list(layer_collectives(spec)), list(expert_collectives(spec))
     overlapped_compute = layer.weight_gradients
     if cluster.execution.overlap_tensor and spec.parallelism.sequence_parallel:
@@ -576,15 +577,14 @@ def synchronisation_seconds(
     """Return two times per iteration: the exposed communication of gradients and weights, and the optimizer's update.
 
     Both times are of the pipeline rank with the slowest update. If the run overlaps this communication, gradients move
-    during backward and weights during forward (`_exposed_sync_seconds`). Both times are 0 for frozen weights.
+    during backward and weights during forward (`_exposed_sync_seconds`). With LoRA only adapters are communicated and
+    updated.
 
     Args:
         spec: The run.
         cluster: The cluster.
         micro_batch_seconds: Time of one micro batch on the slowest stage.
     """
-    if cluster.execution.frozen:
-        return 0.0, 0.0
     # Virtual stages, recomputation and the algorithm of context parallelism change nothing here. Dropping them lets
     # the cache below serve more configurations.
     parallelism = spec.parallelism
@@ -660,7 +660,7 @@ def _find_slowest_update(spec: RunSpec, cluster: Cluster) -> tuple[float, _Updat
     """
     ranks = spec.parallelism.data * spec.parallelism.context
     bucket_elements = max(_BUCKET_ELEMENTS, 1_000_000 * ranks)
-    bucket_fraction = min(1.0, bucket_elements / max(1, rank_parameters(spec).total))
+    bucket_fraction = min(1.0, bucket_elements / max(1, trained_parameters(spec).total))
     ranks_to_compare = distinct_ranks(spec)
     updates = (_seconds_after_backward(spec, cluster, rank) for rank in ranks_to_compare)
     return bucket_fraction, max(updates, key=sum)
