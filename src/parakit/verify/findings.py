@@ -6,6 +6,7 @@ the bug. If the bug can be reproduced on CPU ranks, it also has the command that
 
 from __future__ import annotations
 
+import functools
 import shlex
 from dataclasses import dataclass
 from enum import StrEnum
@@ -132,8 +133,9 @@ class Finding:
         return " ".join(arguments)
 
 
+@functools.cache
 def list_findings() -> tuple[Finding, ...]:
-    """Read all findings, in the order of the file.
+    """Read all findings, in the order of the file. A process reads the file once.
 
     Raises:
         msgspec.ValidationError: An entry lacks a field, or a field has a value of the wrong type.
