@@ -5,6 +5,9 @@ import functools
 import pytest
 
 from parakit.launch.code import hash_sources
+from tests.charts import charts_without_layout, laid_out_charts
+
+__all__ = ["charts_without_layout", "laid_out_charts"]
 
 hash_once = functools.cache(hash_sources)
 

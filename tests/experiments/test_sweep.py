@@ -80,6 +80,7 @@ def swept(options: Options, axes: Mapping[str, str] = TINY) -> tuple[int, str]:
     return code, text.getvalue()
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_legal_cells_are_trained_and_the_others_skipped_with_the_rule(
     machine: Machine, options: Options
 ) -> None:

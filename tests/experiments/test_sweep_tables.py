@@ -124,6 +124,7 @@ def test_a_failed_cell_is_in_the_table_with_its_reason_and_the_sweep_is_incomple
     assert "1 of 2 cells are not complete; the same command resumes." in text
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_the_picture_has_a_line_for_each_backend_and_number_of_devices() -> None:
     chart = draw_sweep([*pair((110, 100), (240, 200)), *pair((60, 50), devices=2)])
     assert chart is not None

@@ -85,6 +85,7 @@ def test_rows_that_differ_in_two_things_are_distinguished_by_both(tmp_path: Path
     ]
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_the_chart_is_drawn_only_of_shaped_runs_and_says_what_is_not_measured(
     tmp_path: Path,
 ) -> None:

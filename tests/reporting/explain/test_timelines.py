@@ -31,6 +31,7 @@ def pp2(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_picture_has_every_rank_the_ideal_schedule_and_its_idle_time(pp2: Path) -> None:
     path, text = write_timeline(load(pp2)[0])
     svg = path.read_text()
@@ -42,6 +43,7 @@ def test_picture_has_every_rank_the_ideal_schedule_and_its_idle_time(pp2: Path) 
     assert "the bubble of 1F1B is 25% of the work" in text
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_picture_of_one_pipeline_stage_has_no_ideal(tmp_path: Path) -> None:
     folder = write(tmp_path, "tp2")
     write_trace(folder, *spans(0, "FBFB"), *spans(1, "FBFB"))
@@ -63,6 +65,7 @@ def test_calls_in_groups_of_one_rank_are_left_out(pp2: Path) -> None:
     assert not any(piece.is_call for piece in build_scene(load(pp2)[0]).pieces)
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_report_draws_the_runs_that_left_a_trace(pp2: Path, tmp_path: Path) -> None:
     other, broken = write(tmp_path, "tp2"), write(tmp_path, "cp2")
     (broken / "trace.json").write_text("{")
@@ -98,6 +101,7 @@ def test_command_says_where_picture_and_trace_are(
     assert main(["trace", "--runs", str(tmp_path / "none")]) == 1
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_trace_of_a_gpu_is_the_hosts_and_its_caption_says_so(tmp_path: Path) -> None:
     folder = write(tmp_path, "pp2", device=DeviceKind.GPU)
     write_trace(folder, *spans(0, "FB"), *spans(1, "FB"))

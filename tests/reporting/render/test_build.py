@@ -67,6 +67,7 @@ def test_columns_are_the_contract():
     assert ",".join(column.name for column in RESULTS) == CONTRACT
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_demo_ends_in_six_rows_with_parity_and_every_file(tmp_path):
     demo(tmp_path / "runs")
     code, text, folder = made(tmp_path)
@@ -186,6 +187,7 @@ def test_foreign_log_that_is_not_megatrons_does_not_spoil_the_rest(tmp_path):
     assert "missing.log cannot be read" in (folder / "report.html").read_text()
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_text_of_logs_is_escaped_everywhere(tmp_path):
     error = (
         'Traceback (most recent call last):\n  File "a.py", line 1, in f\n'
@@ -203,6 +205,7 @@ def test_text_of_logs_is_escaped_everywhere(tmp_path):
     assert r"\|" in markdown
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_page_asks_nothing_of_anybody(tmp_path):
     demo(tmp_path / "runs")
     _, _, folder = made(tmp_path)
@@ -369,6 +372,7 @@ def test_a_refused_speedup_names_the_batches(tmp_path):
     assert "dp2 ×2 is within noise of baseline ×1" in printed
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_a_gpu_run_is_compared_with_its_published_figures(tmp_path):
     record = run_record(
         "a",

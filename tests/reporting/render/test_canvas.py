@@ -1,3 +1,5 @@
+import pytest
+
 from parakit.reporting.canvas import draw_chart
 
 
@@ -9,6 +11,7 @@ def drawn(width):
     return draw_chart("curve", "A curve", "What it shows.", fill)
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_bounds_that_differ_in_their_last_digit_give_the_same_picture():
     assert drawn(0.8) == drawn(0.8 + 2**-52)
     assert drawn(0.8) != drawn(0.7)

@@ -1,5 +1,6 @@
 import csv
 
+import pytest
 from matplotlib.figure import Figure
 
 from parakit.artifacts import run as records
@@ -46,6 +47,7 @@ def write_ledgers(folder):
     write_record(folder / "memory.json", held)
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_busiest_rank_and_highest_peak_are_the_rows(tmp_path):
     folder = write_run(tmp_path / "runs", run_record("a", "tp2"), log_text([9.0] * 9))
     write_ledgers(folder)
@@ -83,6 +85,7 @@ def test_samples_give_the_devices_peak_and_survive_cut_lines(tmp_path):
     assert (series.peak_memory_bytes, series.throttled) == (700, ("power",))
 
 
+@pytest.mark.usefixtures("laid_out_charts")
 def test_resident_memory_of_a_cpu_rank_is_no_device_memory(tmp_path):
     folder = write_run(tmp_path / "runs", run_record("a"), log_text([9.0] * 9))
     lines = [
