@@ -63,11 +63,7 @@ class ParameterMap:
 
     def hash_values(self) -> str:
         """Return a hash of the values of all parameters and buffers on this rank."""
-        digest = hashlib.sha256()
-        for tensor in (*self.parameters, *self.buffers):
-            values = tensor.detach().reshape(-1).contiguous()
-            digest.update(values.view(torch.uint8).cpu().numpy())
-        return digest.hexdigest()[:16]
+        return hash_local_values((*self.parameters, *self.buffers))
 
     def places(self, parameter: torch.Tensor) -> bool:
         """Return True if the parameter's position in the full tensor is known."""
@@ -135,6 +131,15 @@ class ParameterMap:
         built = entry.build_fn(entry.key, values, entry.replica_id, None)
         for number, part in enumerate(_list_entries(built)):
             yield Piece(f"{name}[{number}]", _make_placement(part, is_partial), part.data)
+
+
+def hash_local_values(tensors: Iterable[torch.Tensor]) -> str:
+    """Return a hash of the values of tensors on this rank. Only the local shard of a DTensor counts."""
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        values = local_tensor(tensor.detach()).reshape(-1).contiguous()
+        digest.update(values.view(torch.uint8).cpu().numpy())
+    return digest.hexdigest()[:16]
 
 
 def _list_saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
