@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from parakit.config.model import load_model
+from parakit.config.peft import Lora
 from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, RunSpec, spec_from_model
 from parakit.config.strategy import Batch, Parallelism, Sharding, count_devices, parse_strategy
@@ -105,6 +106,7 @@ def test_a_full_device_gets_empty_segments_back() -> None:
         {"fused_norms": False},
         {"fused_attention": False},
         {"fused_loss": True},
+        {"lora": Lora()},
         {"parallelism": Parallelism(data=8, sharding=Sharding.ZERO3)},
     ],
     ids=str,

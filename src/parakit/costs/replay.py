@@ -75,8 +75,8 @@ def supports_replay(spec: RunSpec) -> bool:
     """Return True if the replay knows all allocations of a run.
 
     It knows dense transformers in 16 bits with Transformer Engine's layers on GPUs: with DP, TP, SP, CP and pipelines,
-    with and without the distributed optimizer, without recomputation, offloading and FP8. Under virtual stages the
-    number of micro batches is a multiple of the stages.
+    with and without the distributed optimizer. It knows no recomputation, offloading, FP8 and adapters. Under virtual
+    stages the number of micro batches is a multiple of the stages.
     """
     shape, sharding = spec.shape, spec.parallelism.sharding
     has_known_layers = not (
@@ -93,6 +93,7 @@ def supports_replay(spec: RunSpec) -> bool:
         and not spec.fp8_recipe
         and spec.state_types == StateTypes()
         and spec.optimizer == "adam"
+        and not spec.lora
         and sharding in (Sharding.NONE, Sharding.ZERO1)
     )
     has_known_kernels = (

@@ -138,9 +138,9 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
 def _replay_memory(request: Request, spec: RunSpec) -> tuple[int, PredictedMemory] | None:
     """Return the pipeline rank with the peak memory, and its memory with the gaps of PyTorch's allocator.
 
-    The result is None for runs whose allocations the replay does not know, and for frozen weights.
+    The result is None for runs whose allocations the replay does not know.
     """
-    if request.cluster.execution.frozen or not supports_replay(spec):
+    if not supports_replay(spec):
         return None
     return find_peak_device_memory(spec, request.cluster.device.memory_bytes)
 
