@@ -24,7 +24,6 @@ from parakit.costs import find_peak_rank
 from parakit.costs.tensors import total_parameters
 from parakit.formatting.table import markdown_rows
 from parakit.formatting.units import percent
-from parakit.planner.measured_step import TUTORIAL_SOURCE
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.readings.residual import Residual, Residuals, compute_residuals
 from parakit.planner.readings.summary import group_by_job
@@ -151,8 +150,16 @@ def bridge_distance(spec: RunSpec) -> float:
     distance = 0.0
     for name, (lowest, highest) in bridge_ranges(spec).items():
         degree = getattr(spec.parallelism, name)
-        distance += max(0.0, math.log2(lowest / degree), math.log2(degree / highest))
+        distance += _doublings(degree, lowest) + _doublings(highest, degree)
     return distance
+
+
+def _doublings(start: float, end: float) -> float:
+    """Return how many doublings lead from `start` up to `end`; 0 if `end` is not larger.
+
+    `start` may be infinite: a range without an upper limit.
+    """
+    return math.log2(end / start) if end > start else 0.0
 
 
 def model_parallel_size(spec: RunSpec) -> int:
@@ -302,14 +309,8 @@ def make_memory_questions() -> Iterator[Question]:
 
 
 def make_questions(seed: int) -> list[Question]:
-    """Return all questions of a seed, 40 of each kind.
-
-    The tutorial's rows give no questions, because Megatron-Bridge's guide has no range of degrees for mixtures as small
-    as its own.
-    """
-    readable, unreadable = read_measurements()
-    measurements = [item for item in readable if item.source != TUTORIAL_SOURCE]
-    residuals = compute_residuals(measurements, unreadable)
+    """Return all questions of a seed, 40 of each kind."""
+    residuals = compute_residuals(*read_measurements())
     return [*make_time_questions(residuals, seed), *make_memory_questions()]
 
 

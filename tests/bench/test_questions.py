@@ -75,6 +75,15 @@ def test_distance_counts_the_doublings_outside_of_the_ranges() -> None:
     assert bridge_distance(spec("tp8pp4dp2")) == 3.0
 
 
+def test_small_mixture_has_no_upper_limit_of_expert_parallelism() -> None:
+    mixture = spec("ep8", "mixtral-8x7b")
+    small = replace(mixture, shape=replace(mixture.shape, layers=4))
+    assert bridge_ranges(small)["expert"] == (1, math.inf)
+    assert bridge_distance(small) == 0.0
+    split = replace(small.parallelism, tensor=4, sequence_parallel=True)
+    assert bridge_distance(replace(small, parallelism=split)) == 2.0
+
+
 def test_rule_of_thumb_splits_as_little_as_possible() -> None:
     costs = [rule_of_thumb_cost(spec(name)) for name in ("dp8", "tp2dp4", "pp2dp4", "tp8")]
     assert costs == sorted(costs)

@@ -227,6 +227,7 @@ def test_bias_and_packed_sequences_are_detected() -> None:
     assert has_bias_or_packing((torch.ones(1),), {"packed_seq_params": object()})
 
 
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
 @pytest.mark.parametrize("argument", ["attention_bias", "packed_seq_params"])
 def test_bias_and_packed_sequences_are_refused_under_context_parallelism(
     argument: str,
@@ -259,6 +260,7 @@ def test_keys_and_values_are_repeated_per_head_if_a_mask_is_given(
     assert asked == [False, True]
 
 
+@pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
 def test_attention_within_documents_is_not_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.training import global_vars
