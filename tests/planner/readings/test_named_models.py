@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import csv
 import os
+from dataclasses import astuple
 from pathlib import Path
 
 import pytest
 
-from parakit.config.model import UnknownModelError
+from parakit.config.files import ROOT, read_yaml
+from parakit.config.model import ModelShape, UnknownModelError
 from parakit.costs import total_parameters
 from parakit.planner.options import PlanOptions
-from parakit.planner.readings.facts import hub_names
+from parakit.planner.readings.facts import hub_names, model_facts
 from parakit.planner.readings.models import (
     build_published_model,
     find_planned_model,
@@ -70,6 +73,75 @@ PUBLISHED_BILLIONS = {
     "tinyllama-1.1b": (1.100, CARD),
 }
 """Published parameters in billions, and who states them."""
+
+FACTS = read_yaml(ROOT / "src/parakit/planner/readings/models.yaml")
+STATED_SHAPES = {
+    row.pop("name"): row
+    for row in csv.DictReader(
+        Path(__file__).with_name("stated_shapes.csv").read_text().splitlines()
+    )
+}
+"""Sizes of each model as the public file in `stated_by` of `models.yaml` states them; empty if it does not."""
+
+
+def describe_sizes(shape: ModelShape) -> dict[str, str]:
+    """Return the sizes of a shape in the form of `stated_shapes.csv`.
+
+    Blocks of a hybrid count as layers, without those of multi-token prediction.
+    """
+    sizes = {
+        name: getattr(shape, name)
+        for name in STATED_SHAPES["llama2-7b"]
+        if name not in ("layers", "dense_layers", "latent")
+    }
+    blocks = shape.blocks.partition("/")[0]
+    sizes["layers"] = len(blocks) or shape.layers
+    sizes["dense_layers"] = len(shape.dense_layers)
+    latent = shape.latent
+    sizes["latent"] = " ".join(map(str, astuple(latent)[:5])) if latent else ""
+    has_dense_mlp = not shape.experts or shape.dense_layers
+    sizes["ffn_hidden"] = shape.ffn_hidden if has_dense_mlp else 0
+    if not shape.experts:
+        sizes["expert_ffn_hidden"] = 0  # Megatron's default means nothing.
+    return {name: value if name == "latent" else str(int(value)) for name, value in sizes.items()}
+
+
+@pytest.mark.parametrize("name", STATED_SHAPES)
+def test_named_model_has_the_sizes_that_a_public_file_states(name: str) -> None:
+    stated = STATED_SHAPES[name]
+    planned = describe_sizes(build_published_model(name).shape)
+    unstated = {size for size, value in stated.items() if not value and size != "latent"}
+    assert {size: planned[size] for size in stated if size not in unstated} == {
+        size: value for size, value in stated.items() if size not in unstated
+    }
+
+
+def test_every_named_model_has_a_public_file_or_a_reason_why_none_was_found() -> None:
+    sourced = [name for names in FACTS["stated_by"].values() for name in names]
+    planned = [name for name in published_model_names() if "refused" not in model_facts(name)]
+    assert sorted([*sourced, *FACTS["unstated"]]) == sorted(planned)
+    assert set(STATED_SHAPES) <= set(sourced)
+    assert set(PUBLISHED_BILLIONS) <= set(STATED_SHAPES), (
+        "models for users are compared size by size"
+    )
+    for source in FACTS["stated_by"]:
+        repository, _, path = source.partition(": ")
+        assert path
+        assert "/" in repository
+        assert "@" in repository, "the commit is stated"
+
+
+def test_window_on_every_layer_has_no_skipped_layers() -> None:
+    flags = build_published_model("mistral-7b").flags
+    assert flags[flags.index("--window-size") + 1] == "4095,0"
+    assert "--window-attn-skip-freq" not in flags
+
+
+def test_hybrid_has_no_position_embeddings_and_a_sink_is_a_flag() -> None:
+    flags = build_published_model("nemotronh-8b").flags
+    assert flags[flags.index("--position-embedding-type") + 1] == "none"
+    flags = build_published_model("gpt-oss-20b").flags
+    assert flags[flags.index("--softmax-type") + 1] == "learnable"
 
 
 @pytest.mark.parametrize("name", PUBLISHED_BILLIONS)

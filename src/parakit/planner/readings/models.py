@@ -130,11 +130,12 @@ def _shape_flags(shape: ModelShape, facts: dict[str, object]) -> tuple[str, ...]
     groups = facts.get("groups")
     special_flags: dict[str, object] = {
         "--max-position-embeddings": shape.seq_length,
-        "--position-embedding-type": "learned_absolute" if shape.positions else "rope",
+        "--position-embedding-type": _position_embedding(shape),
         "--group-query-attention": shape.query_groups != shape.heads,
         "--swiglu": shape.gated,
         "--normalization": "RMSNorm" if shape.rms_norm else "LayerNorm",
         "--multi-latent-attention": shape.latent is not None,
+        "--softmax-type": "learnable" if shape.sink else None,
         "--bf16": True,
     }
     if shape.experts and shape.load_balancing:
@@ -143,7 +144,8 @@ def _shape_flags(shape: ModelShape, facts: dict[str, object]) -> tuple[str, ...]
         # Megatron does not count the token itself, and each n-th layer has no window.
         full_layers = round(shape.layers * (1 - shape.windowed_fraction))
         special_flags["--window-size"] = f"{shape.window - 1},0"
-        special_flags["--window-attn-skip-freq"] = shape.layers // full_layers
+        if full_layers:
+            special_flags["--window-attn-skip-freq"] = shape.layers // full_layers
     flags = [*format_fields_as_flags(shape, "shape"), *format_flags(special_flags)]
     if shape.latent:
         flags += format_fields_as_flags(shape.latent, "latent")
@@ -158,6 +160,13 @@ def _shape_flags(shape: ModelShape, facts: dict[str, object]) -> tuple[str, ...]
         number, chosen = map(str, groups)
         flags += ["--moe-router-num-groups", number, "--moe-router-group-topk", chosen]
     return tuple(flags)
+
+
+def _position_embedding(shape: ModelShape) -> str:
+    """Return Megatron's name of the kind of position embeddings. Models with Mamba layers have none."""
+    if shape.mamba:
+        return "none"
+    return "learned_absolute" if shape.positions else "rope"
 
 
 def _suggest_published_name(text: str) -> None:
