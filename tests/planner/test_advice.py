@@ -16,6 +16,7 @@ from parakit.planner.advice import (
     no_fit_sentence,
     one_device_sentence,
     runner_up_sentence,
+    tie_sentence,
     strategy_family,
 )
 from parakit.planner.search import Request, search_configurations
@@ -80,6 +81,18 @@ def test_the_runner_up_is_compared_in_numbers(make_request: MakeRequest) -> None
     first, *remaining = plan.ranked
     slower = next(candidate for candidate in remaining if not candidate.is_tied(first))
     assert "ms of" in runner_up_sentence(first, slower)
+
+
+def test_three_ties_are_named_and_the_others_counted(make_request: MakeRequest) -> None:
+    plan = search_configurations(make_request("gpt2-large", 2, "h200", 64))
+    winner = plan.ranked[0]
+    rule = "too close to rank, but all of them take longer."
+    three = replace(plan, ranked=(winner,) * 4)
+    assert tie_sentence(three) == f"dp2, dp2 and dp2 within 3% are {rule}"
+    five = replace(plan, ranked=(winner,) * 6)
+    assert tie_sentence(five) == f"dp2, dp2, dp2 and 2 more within 3% (ALL=1) are {rule}"
+    one = replace(plan, ranked=(winner,) * 2)
+    assert tie_sentence(one) == "dp2 within 3% is too close to rank, but it takes longer."
 
 
 def test_every_part_of_the_time_has_a_sentence_for_saving_it(make_request: MakeRequest) -> None:

@@ -4,9 +4,11 @@ from math import ceil
 
 import pytest
 
+from parakit.formatting.terminal import wide_console
+from parakit.planner import command
 from tests.program import run_plan as main
 
-MOST_LINES, WIDTH = 25, 140
+MOST_LINES, WIDTH = 25, 100
 
 
 def print_plan(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
@@ -17,14 +19,15 @@ def print_plan(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--model llama3-8b --gpus 8 --gpu h100",
+        "--model llama3-8b --gpus 64 --gpu h100",
         "--model mixtral-8x7b --gpus 16 --gpu h100",
         "--model gpt3-13b --gpus 8 --gpu a100-80g",
     ],
 )
 def test_first_screen_has_at_most_twenty_five_lines(
-    arguments: str, capsys: pytest.CaptureFixture[str]
+    arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(command, "wide_console", lambda: wide_console(WIDTH))
     lines = print_plan(arguments, capsys).strip().splitlines()
     # Commands are not wrapped by the kit, so the terminal wraps them.
     assert sum(ceil(len(line) / WIDTH) for line in lines) <= MOST_LINES

@@ -242,8 +242,8 @@ def cost_sentences(plan: Plan) -> tuple[str, str]:
     )
     close = ""
     if winner.verdict is Fit.CLOSE:
-        close = f". This is {_close_phrase(winner, cluster)}"
-    return time, f"The rank with the peak memory holds {_memory_phrase(winner, cluster)}{close}."
+        close = f", which is {_close_phrase(winner, cluster)}"
+    return time, f"A rank holds at most {_memory_phrase(winner, cluster)}{close}."
 
 
 def request_sentence(request: Request) -> str:
@@ -291,17 +291,18 @@ def finetuning_sentences(request: Request) -> list[str]:
 def tie_sentence(plan: Plan) -> str:
     """Return a sentence that names the strategies tied with the winner, and says why the plan does not choose them.
 
-    The plan must have a strategy that is tied with its winner. At most `_MOST_NAMED_TIES` strategies are named.
+    The plan must have a strategy that is tied with its winner. At most `_MOST_NAMED_TIES` strategies are named, and the
+    others are counted.
     """
     names = [candidate.strategy for candidate in plan.tied]
-    if len(names) > _MOST_NAMED_TIES:
-        names = [*names[:_MOST_NAMED_TIES], f"{len(names) - _MOST_NAMED_TIES} more"]
-    verb = "is" if len(plan.tied) == 1 else "are"
-    winner = plan.ranked[0].strategy
-    return (
-        f"{joined(names)} {verb} tied with {winner}: the planner cannot rank strategies whose predicted times "
-        f"differ by less than {TIE_RATIO - 1:.0%}. The plan chooses {winner}, because {_preference_clause(plan)}."
-    )
+    num_unnamed = len(names) - _MOST_NAMED_TIES
+    listed = joined(names)
+    if num_unnamed > 0:
+        listed = f"{', '.join(names[:_MOST_NAMED_TIES])} and {num_unnamed} more"
+    where = " (ALL=1)" if num_unnamed > 0 else ""
+    verb = "is" if len(names) == 1 else "are"
+    distance = f"within {TIE_RATIO - 1:.0%}{where}"
+    return f"{listed} {distance} {verb} too close to rank, but {_preference_clause(plan)}."
 
 
 def _preference_clause(plan: Plan) -> str:
@@ -315,10 +316,12 @@ def _preference_clause(plan: Plan) -> str:
         strategies_by_reason.setdefault(reason, []).append(candidate.strategy)
     clauses = []
     for reason, strategies in strategies_by_reason.items():
-        if len(strategies) == 1:
+        if len(plan.tied) == 1:
+            clauses.append(f"it {reason.singular}")
+        elif len(strategies) == 1:
             clauses.append(f"{strategies[0]} {reason.singular}")
         elif len(strategies) == len(plan.tied):
-            clauses.append(f"the others {reason.plural}")
+            clauses.append(f"all of them {reason.plural}")
         else:
             clauses.append(f"{len(strategies)} of them {reason.plural}")
     return joined(clauses)

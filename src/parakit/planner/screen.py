@@ -112,7 +112,7 @@ def list_uncounted(plan: Plan) -> list[str]:
 def _list_commands(plan: Plan) -> str:
     """Return the lines that start the winner: with the kit if it has the model, and with torchrun on GPUs."""
     winner, request = plan.ranked[0], plan.request
-    lines = []
+    lines, settings = [], ""
     if winner.spec.lora:
         lines.append(describe_adapter_run(request, winner.spec))
     elif not missing_file(request.model):
@@ -121,9 +121,9 @@ def _list_commands(plan: Plan) -> str:
         lines.append(
             f"  {format_short_torchrun_line(state_chosen_flags(request, winner), winner.spec)}"
         )
-        lines.append(
-            f"FOR=megatron prints the command with the flags of {MODEL_FLAGS}. FOR=bridge and FOR=torchtitan "
-            "print the settings of these trainers. LAUNCHER=slurm prints a script for sbatch."
+        settings = (
+            f"FOR=megatron writes out {MODEL_FLAGS}. FOR=bridge, FOR=torchtitan and LAUNCHER=slurm print the run "
+            "for these programs. "
         )
-    lines.append("ALL=1 prints the ranking, the parts of time and memory, and further answers.")
+    lines.append(f"{settings}ALL=1 prints the ranking, the parts of time and memory, and more.")
     return "\n".join(lines)

@@ -8,7 +8,7 @@ from enum import StrEnum
 from parakit.config.experts import max_imbalance
 from parakit.config.run import RunSpec
 from parakit.costs import PredictedMemory, activation_bytes, layer_activation_bytes
-from parakit.formatting.units import GIB, gib
+from parakit.formatting.units import GIB, gib, joined
 from parakit.planner.time.cluster import Cluster
 
 MOST_RECOMMENDED_FRACTION = 0.95
@@ -121,7 +121,7 @@ def _overestimate_fraction(spec: RunSpec) -> float:
 
 def explain_close_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int) -> str:
     """Return the reason why only a test run shows if a run close to the limit fits, as a phrase without full stop."""
-    error = f"predictions of its kind are missed by up to {memory_error(spec):.0%}"
+    error = f"predictions miss by up to {memory_error(spec):.0%}"
     if memory.needed <= device_bytes < memory.total:
         return (
             f"{gib(memory.reclaimable)} GiB are blocks that PyTorch gives back only when memory runs out, "
@@ -130,5 +130,5 @@ def explain_close_fit(spec: RunSpec, memory: PredictedMemory, device_bytes: int)
     free = device_bytes - memory.total
     if free <= 0:
         return error
-    experts = ", uneven loads of experts" if spec.shape.experts else ""
-    return f"{gib(free)} GiB are left for fragments, CUDA graphs{experts} and whatever else is not counted, and {error}"
+    uncounted = ["fragments", "CUDA graphs", *(["uneven experts"] if spec.shape.experts else [])]
+    return f"{gib(free)} GiB are left for {joined(uncounted)}, and {error}"

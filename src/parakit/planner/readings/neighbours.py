@@ -147,13 +147,13 @@ class Uncertainty:
         )
 
     def _interval_sentence(self, similar: TimeInterval) -> str:
-        """Return sentences with the intervals of the iteration time at 80% and 95% probability, and their basis."""
+        """Return a sentence with the intervals of the iteration time at 80% and 95% probability, and their basis."""
         inside, largest = (
             " to ".join(map(duration, similar.seconds(self.seconds, level))) for level in _LEVELS
         )
         return (
-            f"Expect {inside} per iteration with 80% probability, or {largest} with 95%. The ranges follow from "
-            f"the prediction errors of {similar.measurements:,} similar published measurements."
+            f"Expect {inside} with 80% probability, or {largest} with 95%, by the errors of "
+            f"{similar.measurements:,} similar published runs."
         )
 
     def to_dict(self) -> dict[str, Any]:
