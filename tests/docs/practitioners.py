@@ -10,7 +10,9 @@ from parakit.config.strategy import Batch, Parallelism
 from parakit.formatting.table import Column, Table, markdown_table
 from parakit.formatting.units import duration
 from parakit.planner.advice import describe_saving
-from parakit.planner.expert_options import NO_EXPERT_OPTIONS, ExpertOptions
+from parakit.planner.expert_options import DEEP_EP_FLAGS, NO_EXPERT_OPTIONS, ExpertOptions
+from parakit.planner.one_strategy import time_strategy
+from parakit.planner.options import PlanOptions
 from parakit.planner.readings.published import kit_runs
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
 from parakit.planner.readings.residual import (
@@ -19,6 +21,7 @@ from parakit.planner.readings.residual import (
     use_constants_without_source,
 )
 from parakit.planner.readings.table import PublishedMeasurement, read_measurements
+from parakit.planner.request import build_request
 from parakit.planner.search import Candidate, Request, evaluate_configuration, search_configurations
 
 Question = tuple[str, int, str, str, int]
@@ -40,6 +43,98 @@ QUESTIONS: tuple[Question, ...] = (
 )
 """Model, devices and precision as they are published; where it takes, the length
 of a sequence."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Published recipe whose time nobody published, for sequences of 4,096 tokens in bf16 with micro batch 1."""
+
+    model: str
+    devices: int
+    gpu: str
+    global_batch: int
+    strategy: str
+    source: str
+    dispatcher_flags: tuple[str, ...] = ()
+    """Flags of the token dispatcher, which the searched strategies have too."""
+    stage_flags: tuple[str, ...] = ()
+    """Flags that place the layers on stages."""
+
+
+RECIPES = (
+    Recipe(
+        *("qwen3-235b-a22b", 128, "h100", 1024, "sp4cp2pp16ep8-etp1"),
+        "Megatron-Bridge@067f987d recipes/qwen/h100/qwen3_moe.py, one of its replicas",
+        DEEP_EP_FLAGS,
+        (
+            "--account-for-embedding-in-pipeline-split",
+            "--account-for-loss-in-pipeline-split",
+        ),
+    ),
+    Recipe(
+        *("mixtral-8x22b", 128, "h100", 256, "sp2pp8ep8-zero1"),
+        "Megatron-LM@d98e8a64 mixtral_8x22b_tp2pp8ep8vpp1_release",
+    ),
+    Recipe(
+        *("kimi-k2", 512, "h200", 4096, "sp2pp16ep32-etp1-zero1"),
+        "Megatron-Bridge@067f987d recipes/kimi/h100/kimi_k2.py, for 512 H100",
+        stage_flags=("--decoder-last-pipeline-num-layers", "1"),
+    ),
+)
+"""Qwen3's recipe has 256 GPUs, and its degrees need 128. It leaves the batch to the user."""
+
+
+@dataclass(frozen=True)
+class RecipeAnswer:
+    """A published recipe's prediction, and the strategy that `make plan` finds for the same batch and dispatcher."""
+
+    recipe: Recipe
+    chosen: Candidate
+    searched: Candidate
+
+    @property
+    def question(self) -> str:
+        """Model, devices and global batch."""
+        recipe = self.recipe
+        return f"{recipe.model}, {recipe.devices} {recipe.gpu.upper()}, {recipe.global_batch:,} samples"
+
+    @property
+    def ratio(self) -> float:
+        """Ratio of the predicted times: the searched strategy over the recipe."""
+        return self.searched.seconds.total / self.chosen.seconds.total
+
+
+def answer_recipe(recipe: Recipe) -> RecipeAnswer:
+    """Return the prediction of a recipe and the result of a search for the same devices, batch and dispatcher."""
+    options = PlanOptions(
+        recipe.model,
+        recipe.gpu,
+        gpus=recipe.devices,
+        global_batch=recipe.global_batch,
+        seq=4096,
+        extra=" ".join(recipe.dispatcher_flags) or None,
+    )
+    searched = search_configurations(build_request(options)).winner
+    assert searched is not None
+    extra = " ".join((*recipe.dispatcher_flags, *recipe.stage_flags)) or None
+    named = replace(options, strategy=recipe.strategy, micro_batch=1, extra=extra)
+    return RecipeAnswer(recipe, time_strategy(named).candidate, searched)
+
+
+def recipes_table() -> str:
+    """Return Markdown with a row per recipe."""
+    columns = (
+        Column[RecipeAnswer]("recipe for", lambda row: row.question, right=False),
+        Column[RecipeAnswer]("published", lambda row: layout(row.chosen), right=False),
+        Column[RecipeAnswer]("predicted", lambda row: row.chosen.seconds.total, duration),
+        Column[RecipeAnswer]("the search's", lambda row: layout(row.searched), right=False),
+        Column[RecipeAnswer]("its time over theirs", lambda row: row.ratio, lambda r: f"{r:.2f}"),
+        Column[RecipeAnswer](
+            "why", lambda row: f"ours {describe_saving(row.searched, row.chosen)}", right=False
+        ),
+        Column[RecipeAnswer]("recipe", lambda row: row.recipe.source, right=False),
+    )
+    return markdown_table(Table(columns, tuple(map(answer_recipe, RECIPES))))
 
 
 @dataclass(frozen=True)

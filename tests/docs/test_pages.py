@@ -20,7 +20,7 @@ from parakit.planner.readings.table import MEASUREMENTS_FILE, read_rows
 from parakit.planner.time.iteration import iteration_seconds
 from tests.docs.claims import Claim, judge, load_claims
 from tests.docs.pages import CLAIMS, PAGES, PLANNER, placed, renewed
-from tests.docs.practitioners import practitioners_table
+from tests.docs.practitioners import practitioners_table, recipes_table
 from tests.docs.predictions import SizeRow, request_of, size_sentence
 from tests.docs.residuals import h200_residuals
 from tests.docs.rules import CASES, rules_table
@@ -47,6 +47,11 @@ def test_rules_of_thumb_are_current() -> None:
 @pytest.mark.slow
 def test_comparison_with_choices_of_practitioners_is_current() -> None:
     check_golden(PLANNER, renewed(PLANNER, [practitioners_table()]))
+
+
+@pytest.mark.slow
+def test_comparison_with_recipes_whose_time_nobody_published_is_current() -> None:
+    check_golden(PLANNER, renewed(PLANNER, [recipes_table()]))
 
 
 def test_rules_of_thumb_for_few_devices_are_current() -> None:
