@@ -91,8 +91,8 @@ def test_three_ties_are_named_and_the_others_counted(make_request: MakeRequest) 
     assert tie_sentence(three) == f"dp2, dp2 and dp2 within 3% are {rule}"
     five = replace(plan, ranked=(winner,) * 6)
     assert tie_sentence(five) == f"dp2, dp2, dp2 and 2 more within 3% (ALL=1) are {rule}"
-    one = replace(plan, ranked=(winner,) * 2)
-    assert tie_sentence(one) == "dp2 within 3% is too close to rank, but it takes longer."
+    single = replace(plan, ranked=(winner,) * 2)
+    assert tie_sentence(single) == "dp2 within 3% is too close to rank, but it takes longer."
 
 
 def test_every_part_of_the_time_has_a_sentence_for_saving_it(make_request: MakeRequest) -> None:
