@@ -126,11 +126,11 @@ def _list_module_recomputes(template: RunSpec) -> list[Recompute]:
     return [Recompute(up_projections), Recompute(up_projections | {"moe_act", "mlp"})]
 
 
-def enumerate_variants(plain: RunSpec) -> Iterator[RunSpec]:
-    """Yield `plain` with each legal number of virtual stages and each sharding."""
+def enumerate_variants(plain: RunSpec, shardings: Sequence[Sharding] = ()) -> Iterator[RunSpec]:
+    """Yield `plain` with each legal number of virtual stages and each of the shardings; none of them means all."""
     split = plain.parallelism
     for virtual in list_virtual_stages(plain.shape, split, plain.microbatches):
-        for sharding in list_shardings(split, plain.lora):
+        for sharding in shardings or list_shardings(split, plain.lora):
             parallelism = replace_cached(split, virtual_stages=virtual, sharding=sharding)
             yield replace(plain, parallelism=parallelism)
 

@@ -27,7 +27,7 @@ from parakit.config.recompute import Recompute
 from parakit.config.replacing import replace, replace_cached
 from parakit.config.run import RunSpec
 from parakit.config.stages import virtual_degrees
-from parakit.config.strategy import Batch, Parallelism, parse_strategy, strategy_name
+from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
 from parakit.costs import (
     PredictedMemory,
     find_peak_rank,
@@ -59,6 +59,7 @@ from parakit.planner.time.iteration import (
     TIME_COMPONENTS,
     IterationSeconds,
     iteration_seconds,
+    layerwise_sync_seconds,
     message_seconds,
     slowest_stage,
     straggler_fraction,
@@ -233,7 +234,7 @@ def _evaluate_variants(request: Request, bound: _Bound, limit: float) -> Iterato
     Candidates whose bound exceeds `limit` seconds are left out. So are candidates that need more memory than may be
     recommended.
     """
-    for spec in enumerate_variants(bound.plain):
+    for spec in enumerate_variants(bound.plain, bound.shardings):
         if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
             continue
         peak = find_peak_rank_within(spec, request.capacity)
@@ -391,7 +392,7 @@ class _Unchosen(IntEnum):
     SIZE_AND_RECOMPUTE = 3
     """Micro batch, recomputation and the algorithm of context parallelism."""
     ALL = 4
-    """All of these, and it is not known yet which recomputation the run needs to fit."""
+    """All of these and the kind of sharding, and it is not known yet which recomputation the run needs to fit."""
 
 
 class _Bound(NamedTuple):
@@ -408,8 +409,12 @@ class _Bound(NamedTuple):
     is the first with which the smallest micro batch fits, once that is known."""
     sizes: tuple[int, ...]
     """Micro batch sizes, smallest first."""
+    shardings: tuple[Sharding, ...]
+    """Shardings of the configurations, the one with the least memory last. They communicate layer by layer either all
+    or not at all, once the next choice after `ALL` is made."""
     after: float
-    """Part of `seconds` for messages, gradients and update; 0 if it is not computed yet."""
+    """Part of `seconds` for messages, gradients and update without the layers' communication; 0 if it is not computed
+    yet."""
     fixed: float
     """Part of `seconds` that virtual stages do not change."""
     ramp: float
@@ -455,24 +460,39 @@ def _bound_all_splits(request: Request) -> tuple[int, list[_Bound], RunSpec | No
             plain = options.apply_to_spec(plain)
             if split.context > 1:
                 plain = replace(plain, cp_comm_type="")
-            bounds.append(_compute_bound(request, plain, tuple(sizes), _Unchosen.ALL, after=0.0))
+            shardings = tuple(list_shardings(split, template.lora))
+            bounds.append(
+                _compute_bound(request, plain, tuple(sizes), shardings, _Unchosen.ALL, after=0.0)
+            )
     heapq.heapify(bounds)
     return legal, bounds, lightest
 
 
 def _compute_bound(
-    request: Request, plain: RunSpec, sizes: tuple[int, ...], unchosen: _Unchosen, after: float
+    request: Request,
+    plain: RunSpec,
+    sizes: tuple[int, ...],
+    shardings: tuple[Sharding, ...],
+    unchosen: _Unchosen,
+    after: float,
 ) -> _Bound:
     """Return a lower bound on iteration seconds for all micro batch `sizes`.
 
     The bound is computed for the largest size, because time per sample does not grow with the micro batch. If a size
     does not divide the largest, the time is multiplied by `LEAST_SAMPLE_TIME_RATIO`.
 
+    Shardings may communicate layer by layer, once per micro batch. Smaller micro batches then communicate at least as
+    much. The communication hides at most as many seconds as the work takes, so the sum of both does not fall if the
+    work takes longer than its bound.
+
     Args:
+        request: The request.
         plain: The configuration without sharding and virtual stages.
         sizes: Micro batch sizes in ascending order.
+        shardings: Shardings of the configurations, the one with the least memory last.
         unchosen: Choices that the bound leaves open.
-        after: Lower bound on the seconds of pipeline messages, gradient communication and update.
+        after: Lower bound on the seconds of pipeline messages, gradient communication and update, without
+            communication layer by layer.
     """
     split = plain.parallelism
     if plain.batch.micro_batch_size != sizes[-1]:
@@ -486,29 +506,33 @@ def _compute_bound(
     divides_all = all(sizes[-1] % size == 0 for size in sizes)
     ratio = 1.0 if divides_all else LEAST_SAMPLE_TIME_RATIO
     straggling = 1 + straggler_fraction(cluster)
-    fixed = straggling * (ratio * plain.microbatches * slowest_seconds + after)
+    working = ratio * plain.microbatches * slowest_seconds
+    layerwise = min(
+        layerwise_sync_seconds(_apply_sharding(plain, sharding), cluster, working)
+        for sharding in shardings
+    )
+    fixed = straggling * (working + after + layerwise)
     ramp = straggling * ratio * (all_stages_seconds - slowest_seconds) * sizes[0] / sizes[-1]
     seconds = fixed + ramp / virtual_stages[-1]
-    return _Bound(seconds, next(_numbers), plain, sizes, after, fixed, ramp, unchosen)
+    return _Bound(seconds, next(_numbers), plain, sizes, shardings, after, fixed, ramp, unchosen)
+
+
+def _apply_sharding(plain: RunSpec, sharding: Sharding) -> RunSpec:
+    """Return a configuration with a sharding."""
+    return replace(plain, parallelism=replace_cached(plain.parallelism, sharding=sharding))
 
 
 def _narrow_bound(request: Request, bound: _Bound) -> Iterator[_Bound]:
     """Yield the bounds that replace `bound` after the next of its open choices.
 
-    Choices are made in this order: the least recomputation that fits, the micro batch (the list of sizes is halved
-    until one size is left), more recomputation, and the algorithm of context parallelism.
+    Choices are made in this order: the kind of sharding, the least recomputation that fits, the micro batch (the list
+    of sizes is halved until one size is left), more recomputation, and the algorithm of context parallelism.
     """
     plain, sizes = bound.plain, bound.sizes
     recomputes = list_recomputes(request.template)
     if bound.unchosen is _Unchosen.ALL:
-        smallest = replace(plain, batch=Batch(sizes[0], request.global_batch))
-        fitting = _apply_first_fitting_recompute(request, smallest, recomputes[:-1])
-        if fitting is None:
-            # The last recomputation is known to fit, or the product would have no bound.
-            fitting = replace(plain, recompute=recomputes[-1])
-        sizes = _drop_sizes_that_never_fit(request, plain, sizes, recomputes[-1])
-        after = _least_seconds_after_work(request.cluster, plain)
-        yield _compute_bound(request, fitting, sizes, _Unchosen.SIZE_AND_RECOMPUTE, after)
+        for shardings in _group_shardings(bound.shardings):
+            yield from _bound_kind_of_sharding(request, bound, shardings)
     elif len(sizes) > 1:
         yield from _halve_sizes(request, bound, recomputes)
     elif bound.unchosen is _Unchosen.SIZE_AND_RECOMPUTE:
@@ -519,23 +543,71 @@ def _narrow_bound(request: Request, bound: _Bound) -> Iterator[_Bound]:
         if heavier:
             # More recomputation takes more time, so this bound is reached before that of the next recomputation.
             recomputed = replace(plain, recompute=heavier[0])
-            yield _compute_bound(request, recomputed, sizes, bound.unchosen, bound.after)
+            yield _compute_bound(
+                request, recomputed, sizes, bound.shardings, bound.unchosen, bound.after
+            )
     else:
         for comm_type in list_cp_comm_types(request.template, plain.parallelism):
             chosen = replace(plain, cp_comm_type=comm_type)
-            yield _compute_bound(request, chosen, sizes, _Unchosen.NOTHING, bound.after)
+            yield _compute_bound(
+                request, chosen, sizes, bound.shardings, _Unchosen.NOTHING, bound.after
+            )
+
+
+def _group_shardings(shardings: Sequence[Sharding]) -> list[tuple[Sharding, ...]]:
+    """Return the shardings in groups whose bounds are computed apart.
+
+    Shardings that communicate after the last backward take nearly equal times, so they are one group, the first one.
+    Each sharding that communicates layer by layer is a group of its own.
+    """
+    unlayered = tuple(sharding for sharding in shardings if not sharding.overlaps_by_default)
+    layered = [(sharding,) for sharding in shardings if sharding.overlaps_by_default]
+    return [unlayered, *layered]
+
+
+def _bound_kind_of_sharding(
+    request: Request, bound: _Bound, shardings: tuple[Sharding, ...]
+) -> Iterator[_Bound]:
+    """Yield the bound for some of the shardings of a bound on which no choice is made; nothing if none of them fits."""
+    plain, recomputes = bound.plain, list_recomputes(request.template)
+    smallest = replace(plain, batch=Batch(bound.sizes[0], request.global_batch))
+    heaviest = replace(smallest, recompute=recomputes[-1])
+    # The sharding with the least memory is known to fit, or the product would have no bound.
+    is_known_to_fit = shardings[-1] is bound.shardings[-1]
+    if not is_known_to_fit and not _can_fit(request, heaviest, shardings):
+        return
+    fitting = _apply_first_fitting_recompute(request, smallest, shardings, recomputes[:-1])
+    sizes = _drop_sizes_that_never_fit(request, heaviest, bound.sizes, shardings)
+    after = _least_seconds_after_work(request.cluster, plain, shardings)
+    unchosen = _Unchosen.SIZE_AND_RECOMPUTE
+    yield _compute_bound(request, fitting or heaviest, sizes, shardings, unchosen, after)
+
+
+def _can_fit(request: Request, plain: RunSpec, shardings: tuple[Sharding, ...]) -> bool:
+    """Return True if a run fits with the last of the shardings, without virtual stages and without DeepEP's buffers."""
+    dispatcher = request.template.token_dispatcher
+    if plain.token_dispatcher is not dispatcher:
+        plain = replace(plain, token_dispatcher=dispatcher)
+    sharded = _apply_sharding(plain, shardings[-1])
+    return find_peak_rank_within(sharded, request.capacity) is not None
 
 
 def _drop_sizes_that_never_fit(
-    request: Request, plain: RunSpec, sizes: tuple[int, ...], most_recompute: Recompute
+    request: Request, heaviest: RunSpec, sizes: tuple[int, ...], shardings: tuple[Sharding, ...]
 ) -> tuple[int, ...]:
-    """Return the micro batch sizes that fit with the most recomputation. The smallest size is known to fit."""
-    recomputed = replace(plain, recompute=most_recompute)
+    """Return the micro batch sizes that fit. The smallest size is known to fit.
+
+    Args:
+        request: The request.
+        heaviest: The configuration with the most recomputation.
+        sizes: Micro batch sizes, smallest first.
+        shardings: Shardings of the configuration, the one with the least memory last.
+    """
 
     def fits(size: int) -> bool:
         """Return True if a micro batch of this size fits with the most sharding."""
-        sized = replace(recomputed, batch=Batch(size, request.global_batch))
-        return find_peak_rank_within(min_memory_variant(sized), request.capacity) is not None
+        sized = replace(heaviest, batch=Batch(size, request.global_batch))
+        return _can_fit(request, sized, shardings)
 
     return sizes[: bisect_left(sizes, True, lo=1, key=lambda size: not fits(size))]
 
@@ -549,26 +621,27 @@ def _halve_sizes(
     with any recomputation, the second bound is left out.
     """
     plain, sizes, unchosen = bound.plain, bound.sizes, _Unchosen.SIZE_AND_RECOMPUTE
+    shardings, after = bound.shardings, bound.after
     middle = len(sizes) // 2
-    yield _compute_bound(request, plain, sizes[:middle], unchosen, bound.after)
+    yield _compute_bound(request, plain, sizes[:middle], shardings, unchosen, after)
     larger = replace(plain, batch=Batch(sizes[middle], request.global_batch))
     remaining = recomputes[recomputes.index(plain.recompute) :]
-    fitting = _apply_first_fitting_recompute(request, larger, remaining)
+    fitting = _apply_first_fitting_recompute(request, larger, shardings, remaining)
     if fitting:
-        yield _compute_bound(request, fitting, sizes[middle:], unchosen, bound.after)
+        yield _compute_bound(request, fitting, sizes[middle:], shardings, unchosen, after)
 
 
-def _least_seconds_after_work(cluster: Cluster, plain: RunSpec) -> float:
+def _least_seconds_after_work(
+    cluster: Cluster, plain: RunSpec, shardings: tuple[Sharding, ...]
+) -> float:
     """Return a lower bound on the seconds of pipeline messages, gradient communication and update per iteration.
 
-    The bound takes the fastest sharding and schedule, and counts no communication that can be overlapped.
+    The bound takes the fastest of the shardings and the fastest schedule. It counts no communication that can be
+    overlapped, and none layer by layer.
     """
     split = plain.parallelism
-    sharded = (
-        replace_cached(split, sharding=sharding) for sharding in list_shardings(split, plain.lora)
-    )
-    specs = (replace(plain, parallelism=parallelism) for parallelism in sharded)
-    seconds = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in specs)
+    sharded = (_apply_sharding(plain, sharding) for sharding in shardings)
+    seconds = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in sharded)
     if split.pipeline == 1:
         return seconds
     virtual_stages = virtual_degrees(plain.stages, plain.shape.layers, split.pipeline)[:2]
@@ -578,18 +651,24 @@ def _least_seconds_after_work(cluster: Cluster, plain: RunSpec) -> float:
 
 
 def _apply_first_fitting_recompute(
-    request: Request, plain: RunSpec, recomputes: Sequence[Recompute]
+    request: Request,
+    plain: RunSpec,
+    shardings: tuple[Sharding, ...],
+    recomputes: Sequence[Recompute],
 ) -> RunSpec | None:
     """Return the run `plain` with the first of `recomputes` with which it can fit into memory.
 
     The result is None if the run fits with none of them.
 
     Args:
+        request: The request.
+        plain: The configuration without sharding and virtual stages.
+        shardings: Shardings of the configuration, the one with the least memory last.
         recomputes: Recomputations in the order of falling memory and rising time.
     """
     for recompute in recomputes:
         recomputed = replace(plain, recompute=recompute)
-        if find_peak_rank_within(min_memory_variant(recomputed), request.capacity):
+        if _can_fit(request, recomputed, shardings):
             return recomputed
     return None
 

@@ -190,7 +190,7 @@ def iteration_seconds(spec: RunSpec, cluster: Cluster) -> IterationSeconds:
     working = spec.microbatches * slowest.total
     virtual_stages = spec.parallelism.virtual_stages
     exposed_sync, optimizer = synchronisation_seconds(spec, cluster, slowest.total)
-    layerwise_sync = _layerwise_sync_seconds(spec, cluster, working)
+    layerwise_sync = layerwise_sync_seconds(spec, cluster, working)
     messages = message_seconds(spec, cluster)
     bubble = (all_stages_seconds - slowest.total) / virtual_stages
     without_stragglers = working + messages + bubble + exposed_sync + layerwise_sync + optimizer
@@ -670,7 +670,7 @@ def _seconds_after_backward(spec: RunSpec, cluster: Cluster, rank: int) -> _Upda
     """Return the seconds that a pipeline rank takes after its last backward, if nothing overlaps.
 
     For ZeRO-2, ZeRO-3 and FSDP2 the communication of gradients and weights is left out, because
-    `_layerwise_sync_seconds` estimates it.
+    `layerwise_sync_seconds` estimates it.
     """
     sync = _select_calls_in_group(pipeline_collectives(spec, rank), Group.EMBEDDING)
     sync += partial_gradient_collectives(spec, rank)
@@ -700,7 +700,7 @@ def _moved_weight_fraction(spec: RunSpec) -> float:
     return fraction if keeps_quantised_weights(spec) else 1.0
 
 
-def _layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: float) -> float:
+def layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: float) -> float:
     """Return the exposed seconds per iteration of ZeRO-2, ZeRO-3 and FSDP2, which communicate layer by layer.
 
     The result is 0 for other shardings. It is the sum of:
@@ -712,6 +712,32 @@ def _layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: fl
     """
     if not spec.parallelism.sharding.overlaps_by_default:
         return 0.0
+    # Recomputation and the algorithm of context parallelism change nothing here. Dropping them lets the cache below
+    # serve more configurations.
+    plain = replace(spec, recompute=Recompute.NONE, cp_comm_type="p2p")
+    sync = _layerwise_sync(plain, cluster)
+    # The first layer that is gathered and the last that is reduced have no computation to overlap with.
+    end_seconds = sync.layers / max(1, spec.shape.layers + spec.shape.mtp_layers)
+    middle_seconds = exposed_seconds(
+        sync.layers - end_seconds, compute_seconds, cluster.constants.contention
+    )
+    return sync.optimizer + sync.copies + end_seconds + middle_seconds
+
+
+class _LayerwiseSync(NamedTuple):
+    """Seconds per iteration that ZeRO-2, ZeRO-3 and FSDP2 communicate and copy, if nothing overlaps."""
+
+    layers: float
+    """All-gathers and reduce-scatters in forward and backward."""
+    copies: float
+    """Kernels that copy weights out of buffers and add up unfused gradients."""
+    optimizer: float
+    """Collectives in the optimizer step."""
+
+
+@lru_cache(maxsize=65536)
+def _layerwise_sync(spec: RunSpec, cluster: Cluster) -> _LayerwiseSync:
+    """Return the seconds that a run with ZeRO-2, ZeRO-3 or FSDP2 communicates and copies, if nothing overlaps."""
     calls, weight_fraction = list(gradient_collectives(spec, 0)), _moved_weight_fraction(spec)
     reductions = _select_calls_in_phase(calls, Phase.BACKWARD)
     gathers = _select_calls_in_phase(calls, Phase.FORWARD)
@@ -719,16 +745,13 @@ def _layerwise_sync_seconds(spec: RunSpec, cluster: Cluster, compute_seconds: fl
     gradient_bytes = sum(call.total_payload_bytes for call in reductions)
     weight_bytes = weight_fraction * sum(call.total_payload_bytes for call in gathers)
     copied_bytes = _UNFUSED_PASSES * gradient_bytes + _COPY_OUT_PASSES * weight_bytes
-    copy_seconds = copied_bytes / _get_rates(spec, cluster).bytes_per_second
-    layer_seconds = _call_seconds(spec, cluster, reductions)
-    layer_seconds += weight_fraction * _call_seconds(spec, cluster, gathers)
-    # The first layer that is gathered and the last that is reduced have no computation to overlap with.
-    end_seconds = layer_seconds / max(1, spec.shape.layers + spec.shape.mtp_layers)
-    middle_seconds = exposed_seconds(
-        layer_seconds - end_seconds, compute_seconds, cluster.constants.contention
+    layers = _call_seconds(spec, cluster, reductions)
+    layers += weight_fraction * _call_seconds(spec, cluster, gathers)
+    return _LayerwiseSync(
+        layers,
+        copies=copied_bytes / _get_rates(spec, cluster).bytes_per_second,
+        optimizer=weight_fraction * _call_seconds(spec, cluster, optimizer_calls),
     )
-    optimizer_seconds = weight_fraction * _call_seconds(spec, cluster, optimizer_calls)
-    return optimizer_seconds + copy_seconds + end_seconds + middle_seconds
 
 
 def _call_seconds(spec: RunSpec, cluster: Cluster, calls: Iterable[CollectiveCall]) -> float:
