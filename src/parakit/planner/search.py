@@ -5,9 +5,10 @@ lower bound on the seconds of an iteration. The bound counts the work of the slo
 with the most virtual stages, and messages and gradients in the fastest sharding. It assumes that nothing is
 recomputed, that context parallelism sends nothing, and that time per sample is that of the largest micro batch.
 
-Every further choice can only raise the bound: the micro batch, the recomputation, and the algorithm of context
-parallelism. So the search makes these choices one after another, for the lowest bound first. It stops when no bound is
-below the tenth best time. The ranking equals that of an exhaustive search, which a test compares with.
+Every further choice can only raise the bound: the kind of sharding, the micro batch, the recomputation, and the
+algorithm of context parallelism. So the search makes these choices one after another, for the lowest bound first. It
+stops when no bound is below the tenth best time. The ranking equals that of an exhaustive search, which a test compares
+with. A second test compares bounds of random choices with the times of configurations.
 """
 
 from __future__ import annotations
@@ -410,8 +411,8 @@ class _Bound(NamedTuple):
     sizes: tuple[int, ...]
     """Micro batch sizes, smallest first."""
     shardings: tuple[Sharding, ...]
-    """Shardings of the configurations, the one with the least memory last. They communicate layer by layer either all
-    or not at all, once the next choice after `ALL` is made."""
+    """Shardings of the configurations, the one with the least memory last. Once their kind is chosen, all of them
+    communicate after the last backward, or the only one communicates layer by layer."""
     after: float
     """Part of `seconds` for messages, gradients and update without the layers' communication; 0 if it is not computed
     yet."""
@@ -502,7 +503,7 @@ def _compute_bound(
     else:
         virtual_stages = list_virtual_stages(plain.shape, split, plain.microbatches)
     _, cluster = _use_expert_options(request, plain, may_interleave=virtual_stages[-1] > 1)
-    _, slowest_seconds, all_stages_seconds = slowest_stage(plain, cluster)
+    slowest_seconds, all_stages_seconds = _least_stage_seconds(plain, cluster, virtual_stages)
     divides_all = all(sizes[-1] % size == 0 for size in sizes)
     ratio = 1.0 if divides_all else LEAST_SAMPLE_TIME_RATIO
     straggling = 1 + straggler_fraction(cluster)
@@ -520,6 +521,26 @@ def _compute_bound(
 def _apply_sharding(plain: RunSpec, sharding: Sharding) -> RunSpec:
     """Return a configuration with a sharding."""
     return replace(plain, parallelism=replace_cached(plain.parallelism, sharding=sharding))
+
+
+def _least_stage_seconds(
+    plain: RunSpec, cluster: Cluster, virtual_stages: Sequence[int]
+) -> tuple[float, float]:
+    """Return lower bounds on the seconds per micro batch of the slowest stage, and of all stages together.
+
+    The bounds are for all these numbers of virtual stages per rank. The number changes how long the host waits for
+    messages between stages. This time is least for one of the two smallest numbers. The number also changes on which
+    ranks dense layers are among layers with experts, and then the stages of all numbers are computed.
+    """
+    numbers = virtual_stages if plain.shape.dense_layers else virtual_stages[:2]
+    slowest = all_stages = inf
+    for number in numbers:
+        parallelism = replace_cached(plain.parallelism, virtual_stages=number)
+        spec = replace(plain, parallelism=parallelism) if number > 1 else plain
+        _, slowest_seconds, all_stages_seconds = slowest_stage(spec, cluster)
+        slowest = min(slowest, slowest_seconds)
+        all_stages = min(all_stages, all_stages_seconds)
+    return slowest, all_stages
 
 
 def _narrow_bound(request: Request, bound: _Bound) -> Iterator[_Bound]:
@@ -555,9 +576,9 @@ def _narrow_bound(request: Request, bound: _Bound) -> Iterator[_Bound]:
 
 
 def _group_shardings(shardings: Sequence[Sharding]) -> list[tuple[Sharding, ...]]:
-    """Return the shardings in groups whose bounds are computed apart.
+    """Return the shardings in groups. Each group gets its own bound.
 
-    Shardings that communicate after the last backward take nearly equal times, so they are one group, the first one.
+    The first group has the shardings that communicate after the last backward, because their times are nearly equal.
     Each sharding that communicates layer by layer is a group of its own.
     """
     unlayered = tuple(sharding for sharding in shardings if not sharding.overlaps_by_default)
@@ -568,7 +589,10 @@ def _group_shardings(shardings: Sequence[Sharding]) -> list[tuple[Sharding, ...]
 def _bound_kind_of_sharding(
     request: Request, bound: _Bound, shardings: tuple[Sharding, ...]
 ) -> Iterator[_Bound]:
-    """Yield the bound for some of the shardings of a bound on which no choice is made; nothing if none of them fits."""
+    """Yield the bound for one group of shardings of `bound`, for which nothing is chosen yet.
+
+    The new bound has the least recomputation and the micro batch sizes that fit. Nothing is yielded if no size fits.
+    """
     plain, recomputes = bound.plain, list_recomputes(request.template)
     smallest = replace(plain, batch=Batch(bound.sizes[0], request.global_batch))
     heaviest = replace(smallest, recompute=recomputes[-1])
@@ -584,7 +608,10 @@ def _bound_kind_of_sharding(
 
 
 def _can_fit(request: Request, plain: RunSpec, shardings: tuple[Sharding, ...]) -> bool:
-    """Return True if a run fits with the last of the shardings, without virtual stages and without DeepEP's buffers."""
+    """Return True if a run without virtual stages fits with the last of the shardings.
+
+    DeepEP's buffers are not counted, because the search falls back to the template's dispatcher if they do not fit.
+    """
     dispatcher = request.template.token_dispatcher
     if plain.token_dispatcher is not dispatcher:
         plain = replace(plain, token_dispatcher=dispatcher)

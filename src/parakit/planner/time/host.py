@@ -134,13 +134,17 @@ def micro_batch_host_seconds(spec: RunSpec, cluster: Cluster) -> HostSeconds:
 def context_launch_seconds(spec: RunSpec, cluster: Cluster) -> float:
     """Return the further seconds of the host per layer and micro batch for context parallelism.
 
-    The seconds are 0 with CUDA graphs and in layers without attention.
+    The seconds are 0 with CUDA graphs and in layers without attention. For a run without a chosen algorithm they are
+    those of the algorithm with the fewest.
     """
     ranks = spec.parallelism.context
     if ranks == 1 or not spec.shape.heads or cluster.execution.graphs:
         return 0.0
-    is_ring = spec.cp_comm_type not in ("all_gather", "a2a")
-    layers = _RING_STEP_LAYERS * (ranks - 1) if is_ring else _CONTEXT_CALL_LAYERS
+    layers = ring_layers = _RING_STEP_LAYERS * (ranks - 1)
+    if not spec.cp_comm_type:
+        layers = min(ring_layers, _CONTEXT_CALL_LAYERS)
+    elif spec.cp_comm_type in ("all_gather", "a2a"):
+        layers = _CONTEXT_CALL_LAYERS
     return layers * cluster.constants.layer_launch_seconds
 
 
