@@ -16,8 +16,8 @@ from parakit.planner.advice import (
     no_fit_sentence,
     one_device_sentence,
     runner_up_sentence,
-    tie_sentence,
     strategy_family,
+    tie_sentence,
 )
 from parakit.planner.search import Request, search_configurations
 from parakit.planner.time.iteration import TIME_COMPONENTS
