@@ -143,3 +143,15 @@ def test_names_in_other_trainers_are_of_known_models() -> None:
     known = {*model_names(), *published_model_names()}
     for names in _load_trainer_names().values():
         assert set(names) <= known
+
+
+@pytest.mark.parametrize("launcher", ["", "slurm"])
+def test_command_of_a_model_known_by_name_alone_says_that_its_config_states_more(
+    launcher: str,
+) -> None:
+    text = format_training_command(*plan_run(RUNS[3]), launcher=launcher)
+    (comment,) = (line for line in text.splitlines() if line.startswith("# "))
+    assert comment.startswith("# The flags state the shape of deepseek-v3, not its rotary base")
+    assert not text.startswith("# ") or not launcher, "A batch script starts with its shebang."
+    of_a_file = format_training_command(*plan_run(RUNS[1]), launcher=launcher)
+    assert not any(line.startswith("# ") for line in of_a_file.splitlines())

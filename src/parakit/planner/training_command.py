@@ -17,6 +17,7 @@ from parakit.config.peft import Lora
 from parakit.config.run import RunSpec, flags_from_spec
 from parakit.config.strategy import Sharding
 from parakit.planner.options import RequestError
+from parakit.planner.readings.models import has_no_file
 from parakit.planner.search import Candidate, Request
 
 MEGATRON, BRIDGE, TORCHTITAN = "megatron", "bridge", "torchtitan"
@@ -96,9 +97,19 @@ def format_training_command(
     if trainer == TORCHTITAN:
         return format_torchtitan_config(request, spec)
     flags = list_megatron_flags(request, spec)
+    note = f"{_explain_shape_flags(request.model.name)}\n" if has_no_file(request.model) else ""
     if launcher == SLURM:
-        return _format_batch_script(request, spec, flags)
-    return _format_torchrun_line(request, spec, flags)
+        shebang, _, script = _format_batch_script(request, spec, flags).partition("\n")
+        return f"{shebang}\n{note}{script}"
+    return f"{note}{_format_torchrun_line(request, spec, flags)}"
+
+
+def _explain_shape_flags(name: str) -> str:
+    """Return a shell comment that says what the flags of a model that is known by name alone leave out."""
+    return (
+        f"# The flags state the shape of {name}, not its rotary base, its norm's epsilon and how its router scores. "
+        "MODEL=<its config.json> states them as well."
+    )
 
 
 def format_short_torchrun_line(request: Request, spec: RunSpec) -> str:

@@ -193,3 +193,19 @@ def test_parts_that_no_formula_has_are_named() -> None:
 def test_published_model_plans_its_own_vocabulary() -> None:
     request = build_request(PlanOptions("qwen3-8b", "h100", gpus=8))
     assert request.template.shape.vocabulary == 151936
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [
+        ("gpt-oss-20b", "--quick-geglu"),
+        ("nemotron4-15b", "--squared-relu"),
+        ("nemotronh-8b", "--squared-relu"),
+        ("llama3-70b", "--swiglu"),
+        ("gpt-7.5b", None),
+    ],
+)
+def test_flags_of_a_model_have_its_activation(name: str, activation: str | None) -> None:
+    activations = {"--quick-geglu", "--squared-relu", "--swiglu"}
+    stated = activations & set(build_published_model(name).flags)
+    assert stated == ({activation} if activation else set())

@@ -125,19 +125,22 @@ def _shape_flags(shape: ModelShape, facts: dict[str, object]) -> tuple[str, ...]
     """Return the flags of Megatron that define the shape of a model in `models.yaml`.
 
     Args:
-        facts: The model's entry in `models.yaml`. It states the router's groups, which the shape does not have.
+        facts: The model's entry in `models.yaml`. It states the router's groups and an unusual activation, which the
+            shape does not have.
     """
-    groups = facts.get("groups")
+    groups, activation = facts.get("groups"), facts.get("activation")
     special_flags: dict[str, object] = {
         "--max-position-embeddings": shape.seq_length,
         "--position-embedding-type": _position_embedding(shape),
         "--group-query-attention": shape.query_groups != shape.heads,
-        "--swiglu": shape.gated,
+        "--swiglu": shape.gated and activation is None,
         "--normalization": "RMSNorm" if shape.rms_norm else "LayerNorm",
         "--multi-latent-attention": shape.latent is not None,
         "--softmax-type": "learnable" if shape.sink else None,
         "--bf16": True,
     }
+    if activation is not None:
+        special_flags[f"--{activation}"] = True
     if shape.experts and shape.load_balancing:
         special_flags["--moe-aux-loss-coeff"] = _LOSS_COEFFICIENT
     if shape.window:
