@@ -43,7 +43,8 @@ def test_the_page_counts_the_injected_bugs_of_its_table_and_those_without_a_row(
     text = " ".join(page.split())
     assert f"All {len(rows)} bugs of the table were named" in text
     assert f"{len(unexplained)} of them have the kind *other*" in text
-    assert f"The {len(ids) - len(rows)} latest bugs have no row yet" in text
+    num_missing = len(ids) - len(rows)
+    assert num_missing == 0 or f"The {num_missing} latest bugs have no row yet" in text
 
 
 @pytest.mark.slow
