@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_patches.context import run_git
+from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config.files import ROOT
 from parakit.experiments.verify.bisect import (
     CAPTURES_FOLDER,
@@ -79,8 +80,9 @@ def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
 def list_range(fix: Fix, merge: str, verifier: CommitVerifier) -> list[str]:
     """Return the commits around a fix, the oldest of which shows the fault and the newest of which does not.
 
-    An end that does not behave so is moved away from the fix, `FURTHER` commits at a time and `MOVES` times at most. It
-    cannot be built, for instance, as a person who calls `make bisect` would find out.
+    An end that cannot be judged, for instance because it cannot be built, is moved away from the fix by `FURTHER`
+    commits. An oldest end that holds is older than the fault, so it is moved to half its distance from the fix, and the
+    newest end is moved away by as many commits. An end is moved `MOVES` times at most.
 
     Args:
         fix: The fix.
@@ -94,12 +96,18 @@ def list_range(fix: Fix, merge: str, verifier: CommitVerifier) -> list[str]:
     num_before, num_after = COMMITS_BEFORE, COMMITS_AFTER
     for _ in range(MOVES):
         commits = list_commits(clone, newer[num_after - 1], f"{merge}~{num_before}")
-        shows_fault = fix.is_seen(verifier.verify_commit(commits[0]))
+        oldest_verdict = verifier.verify_commit(commits[0])
+        shows_fault = fix.is_seen(oldest_verdict)
         is_gone = fix.is_gone(verifier.verify_commit(commits[-1]))
         if shows_fault and is_gone:
             break
-        num_before += 0 if shows_fault else FURTHER
-        num_after += 0 if is_gone else FURTHER
+        if oldest_verdict.verdict is VerifyOutcome.HELD:
+            num_after += num_before - num_before // 2
+            num_before //= 2
+        elif not shows_fault:
+            num_before += FURTHER
+        if not is_gone:
+            num_after += FURTHER
     return commits
 
 
