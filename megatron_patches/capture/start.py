@@ -7,13 +7,17 @@ input by the machine epsilon.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from megatron_patches.capture.parameters import OptimizerPart, ParameterMap, flat_range
+from megatron_patches.capture.parameters import (
+    OptimizerPart,
+    ParameterMap,
+    flat_range,
+    hash_local_values,
+)
 from parakit.accounting import is_megatron_fsdp, list_optimizers
 from parakit.artifacts.capture import (
     START_BUFFER,
@@ -131,7 +135,7 @@ def _describe_piece(piece: Piece) -> InitialPiece:
     """Return a digest, the mean and the standard deviation of one part of a weight."""
     values = piece.values.detach().cpu().contiguous()
     deviation, mean = torch.std_mean(values.double(), correction=0)
-    digest = hashlib.sha256(values.reshape(-1).view(torch.uint8).numpy()).hexdigest()[:16]
+    digest = hash_local_values((values,))
     shape = tuple(values.shape)
     return InitialPiece(piece.name, piece.placement, shape, digest, float(mean), float(deviation))
 

@@ -11,7 +11,6 @@ interrupted run can go on. At the end a table counts the pairs that held, by mod
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import os
 import random
@@ -25,6 +24,7 @@ from pathlib import Path
 from parakit.artifacts.verdict import VerifyOutcome
 from parakit.convert import CONFIGS
 from parakit.logprob import LogprobVerdict
+from tests.judged import read_judged, write_judged
 from tests.logprob.injected import Fault, Laboratory
 from tests.verify.bench import PatientRanks
 
@@ -179,28 +179,12 @@ def main() -> int:
                 num_failed += 1
                 continue
             lines.append(describe(number, pair, verdict))
-            write_judged(arguments.file, lines)
+            write_judged(arguments.file, COLUMNS, lines)
             print(" ".join(lines[-1].values()), verdict.not_compared, flush=True)
     ranks.close()
     print("\n".join(count_held(lines)))
     num_wrong = sum(line["verdict"] != VerifyOutcome.HELD for line in lines)
     return int(num_wrong + num_failed > 0)
-
-
-def read_judged(file: Path) -> list[dict[str, str]]:
-    """Return the lines of judged pairs; none if the file does not exist."""
-    if not file.is_file():
-        return []
-    with file.open(newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
-def write_judged(file: Path, lines: Sequence[Mapping[str, str]]) -> None:
-    """Write the lines of judged pairs."""
-    with file.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(lines)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+from tests.judged import read_judged
 from tests.logprob.healthy import (
     COLUMNS,
     FAMILIES,
@@ -11,7 +12,6 @@ from tests.logprob.healthy import (
     count_held,
     draw_pairs,
     get_family,
-    read_judged,
 )
 
 

@@ -14,7 +14,6 @@ dtype and by strategy.
 from __future__ import annotations
 
 import argparse
-import csv
 import random
 import shlex
 import sys
@@ -36,6 +35,7 @@ from parakit.experiments.verify.verifier import Verifier
 from parakit.launch.data import SMALL_SAMPLE, make_sample
 from parakit.launch.job import parse_target
 from parakit.launch.options import Options
+from tests.judged import read_judged, write_judged
 from tests.verify.bench import SMALL, PatientRanks
 
 STRATEGIES = {
@@ -237,25 +237,10 @@ def main() -> int:
             share = "" if verdict.worst_ratio is None else f"{verdict.worst_ratio:.3g}"
             values = (str(seed), str(verdict.verdict), share, configuration.command)
             lines.append(dict(zip(COLUMNS, values, strict=True)))
-            write_judged(arguments.file, lines)
+            by_seed = sorted(lines, key=lambda line: int(line["seed"]))
+            write_judged(arguments.file, COLUMNS, by_seed)
     print("\n".join(table(lines)))
     return int(any(line["verdict"] == VerifyOutcome.DIFFERS for line in lines))
-
-
-def read_judged(file: Path) -> list[dict[str, str]]:
-    """The seeds' lines; none if the file is not there."""
-    if not file.is_file():
-        return []
-    with file.open(newline="") as opened:
-        return list(csv.DictReader(opened))
-
-
-def write_judged(file: Path, lines: Sequence[Mapping[str, str]]) -> None:
-    """All of them, by seed."""
-    with file.open("w", newline="") as opened:
-        writer = csv.DictWriter(opened, COLUMNS, lineterminator="\n")
-        writer.writeheader()
-        writer.writerows(sorted(lines, key=lambda line: int(line["seed"])))
 
 
 if __name__ == "__main__":

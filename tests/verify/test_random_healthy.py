@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from parakit.config.files import ROOT
+from tests.judged import read_judged
 from tests.patience import OF_A_RUN
-from tests.verify.random_healthy import COLUMNS, JUDGED, drawn, read_judged, table
+from tests.verify.random_healthy import COLUMNS, JUDGED, drawn, table
 
 
 def test_judged_configurations_are_counted_by_dtype_and_strategy_with_the_worst_share() -> None:

@@ -180,7 +180,7 @@ def find_replacing_variables(job: BatchJob, environment: Mapping[str, str]) -> t
     names = []
     for name in sorted(environment):
         option = name.removeprefix("SBATCH_").lower().replace("_", "-")
-        if name.startswith("SBATCH_") and _RENAMED_OPTIONS.get(option, option) in stated:
+        if name.startswith("SBATCH_") and _get_option_name(option) in stated:
             names.append(name)
     return tuple(names)
 

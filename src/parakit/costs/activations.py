@@ -264,15 +264,7 @@ def _adapter_tensors(spec: RunSpec) -> Iterator[_Tensor]:
         modules: tuple[str, ...] = ()
         rows = tokens
         if linear.component == "experts":
-            modules = ("moe",)
-            split = spec.parallelism.effective_expert_tensor
-            rows = round(
-                tokens
-                // spec.sequence_shards
-                * split
-                * shape.experts_per_token
-                * spec.expert_receive_ratio
-            )
+            modules, rows = ("moe",), _routed_tokens(spec)
         elif linear.component == "dense_mlp":
             modules = ("moe", "shared_experts") if shape.experts else ("mlp",)
         yield _stored_tensor(spec, rows * spec.lora.rank, modules)
@@ -492,6 +484,13 @@ def _mlp_tensors(spec: RunSpec, ffn: int, modules: tuple[str, ...]) -> Iterator[
     yield _linear_input(spec, tokens * ffn // tensor, ("linear_fc2",), modules)
 
 
+def _routed_tokens(spec: RunSpec) -> int:
+    """Return the tokens per micro batch that the experts of the busiest rank receive, once per chosen expert."""
+    tokens, split = spec.micro_batch_tokens // spec.sequence_shards, spec.parallelism
+    routed = tokens * split.effective_expert_tensor * spec.shape.experts_per_token
+    return round(routed * spec.expert_receive_ratio)
+
+
 def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """Yield the stored tensors of experts on the busiest rank.
 
@@ -504,7 +503,7 @@ def _expert_tensors(spec: RunSpec) -> Iterator[_Tensor]:
     """
     shape, split = spec.shape, spec.parallelism.effective_expert_tensor
     tokens, modules = spec.micro_batch_tokens // spec.sequence_shards, ("moe",)
-    routed = round(tokens * split * shape.experts_per_token * spec.expert_receive_ratio)
+    routed = _routed_tokens(spec)
     ffn = shape.expert_ffn_hidden // split
     first_columns = shape.expert_ffn_hidden * (2 if shape.gated else 1) // split
     # ETP does not split the hidden state, because column-parallel layers read all of it.

@@ -210,9 +210,9 @@ def iteration_flops(spec: RunSpec) -> int:
     With LoRA, backward computes no gradients of weights, so each frozen matrix costs twice forward in all. The
     FLOPs of the adapters themselves, about one in a hundred, do not count.
     """
-    flops, tokens = token_flops(spec.shape), spec.tokens_per_iteration
     if spec.lora is None:
-        return _BACKWARD_AND_FORWARD * tokens * flops.total
+        return model_flops(spec.shape, spec.batch.global_batch_size)
+    flops, tokens = token_flops(spec.shape), spec.tokens_per_iteration
     matrices = flops.total - flops.attention_scores
     return tokens * (2 * matrices + _BACKWARD_AND_FORWARD * flops.attention_scores)
 

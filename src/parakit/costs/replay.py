@@ -1,4 +1,4 @@
-"""Memory of a device with the gaps of PyTorch's caching allocator, from a replay of the allocations of two iterations.
+"""Memory of a device with the gaps of PyTorch's caching allocator, from a replay of a rank's allocations.
 
 The closed forms of `memory.py` count live tensors. The allocator reserves more: the first update places Adam's
 moments in blocks that the first iteration's activations have left, and the remainders of these blocks are too small
@@ -40,7 +40,7 @@ _DTYPES = ("fp16", "bf16")
 
 @dataclass(frozen=True)
 class ReplayedMemory:
-    """Bytes of PyTorch's allocator after the replay of two iterations and an evaluation."""
+    """Bytes of PyTorch's allocator after the replay of four iterations and two evaluations."""
 
     reserved: int
     """Bytes of all segments. If the replay ran out of memory, the bytes of all segments that could not be given back
@@ -116,10 +116,10 @@ def supports_replay(spec: RunSpec) -> bool:
 
 
 def replay_rank(spec: RunSpec, pipeline_rank: int = 0, limit: float = inf) -> ReplayedMemory:
-    """Return the allocator's memory after two training iterations and an evaluation on a pipeline rank.
+    """Return the allocator's memory after four training iterations on a pipeline rank.
 
-    Adam's moments are allocated by the first update, so the second iteration has the peak. An evaluation follows,
-    because Megatron's runs evaluate from time to time.
+    Adam's moments are allocated by the first update, so the second iteration has the peak of live tensors. An
+    evaluation comes before the third and the fourth iteration, because Megatron's runs evaluate from time to time.
 
     Args:
         spec: A run that `supports_replay`.

@@ -167,10 +167,12 @@ def list_shardings(split: Parallelism, lora: Lora | None = None) -> Sequence[Sha
 
 def min_memory_variant(plain: RunSpec) -> RunSpec:
     """Return the variant of a run with the least memory: no virtual stages, and the most sharding."""
-    split = plain.parallelism
-    return replace(
-        plain, parallelism=replace_cached(split, sharding=list_shardings(split, plain.lora)[-1])
-    )
+    return apply_sharding(plain, list_shardings(plain.parallelism, plain.lora)[-1])
+
+
+def apply_sharding(plain: RunSpec, sharding: Sharding) -> RunSpec:
+    """Return a run with a sharding."""
+    return replace(plain, parallelism=replace_cached(plain.parallelism, sharding=sharding))
 
 
 def list_cp_comm_types(template: RunSpec, split: Parallelism) -> tuple[str, ...]:

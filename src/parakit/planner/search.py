@@ -38,6 +38,7 @@ from parakit.costs import (
     mfu,
 )
 from parakit.planner.candidates import (
+    apply_sharding,
     build_unsharded_spec,
     enumerate_splits,
     enumerate_variants,
@@ -509,18 +510,13 @@ def _compute_bound(
     straggling = 1 + straggler_fraction(cluster)
     working = ratio * plain.microbatches * slowest_seconds
     layerwise = min(
-        layerwise_sync_seconds(_apply_sharding(plain, sharding), cluster, working)
+        layerwise_sync_seconds(apply_sharding(plain, sharding), cluster, working)
         for sharding in shardings
     )
     fixed = straggling * (working + after + layerwise)
     ramp = straggling * ratio * (all_stages_seconds - slowest_seconds) * sizes[0] / sizes[-1]
     seconds = fixed + ramp / virtual_stages[-1]
     return _Bound(seconds, next(_numbers), plain, sizes, shardings, after, fixed, ramp, unchosen)
-
-
-def _apply_sharding(plain: RunSpec, sharding: Sharding) -> RunSpec:
-    """Return a configuration with a sharding."""
-    return replace(plain, parallelism=replace_cached(plain.parallelism, sharding=sharding))
 
 
 def _least_stage_seconds(
@@ -615,7 +611,7 @@ def _can_fit(request: Request, plain: RunSpec, shardings: tuple[Sharding, ...]) 
     dispatcher = request.template.token_dispatcher
     if plain.token_dispatcher is not dispatcher:
         plain = replace(plain, token_dispatcher=dispatcher)
-    sharded = _apply_sharding(plain, shardings[-1])
+    sharded = apply_sharding(plain, shardings[-1])
     return find_peak_rank_within(sharded, request.capacity) is not None
 
 
@@ -667,7 +663,7 @@ def _least_seconds_after_work(
     overlapped, and none layer by layer.
     """
     split = plain.parallelism
-    sharded = (_apply_sharding(plain, sharding) for sharding in shardings)
+    sharded = (apply_sharding(plain, sharding) for sharding in shardings)
     seconds = min(sum(synchronisation_seconds(spec, cluster, inf)) for spec in sharded)
     if split.pipeline == 1:
         return seconds

@@ -97,19 +97,19 @@ def format_training_command(
     if trainer == TORCHTITAN:
         return format_torchtitan_config(request, spec)
     flags = list_megatron_flags(request, spec)
-    note = f"{_explain_shape_flags(request.model.name)}\n" if has_no_file(request.model) else ""
     if launcher == SLURM:
-        shebang, _, script = _format_batch_script(request, spec, flags).partition("\n")
-        return f"{shebang}\n{note}{script}"
-    return f"{note}{_format_torchrun_line(request, spec, flags)}"
+        return _format_batch_script(request, spec, flags)
+    return "\n".join([*_list_comments(request), _format_torchrun_line(request, spec, flags)])
 
 
-def _explain_shape_flags(name: str) -> str:
-    """Return a shell comment that says what the flags of a model that is known by name alone leave out."""
-    return (
-        f"# The flags state the shape of {name}, not its rotary base, its norm's epsilon and how its router scores. "
-        "MODEL=<its config.json> states them as well."
-    )
+def _list_comments(request: Request) -> list[str]:
+    """Return a shell comment on what the flags of a model that is known by name alone leave out; else nothing."""
+    if not has_no_file(request.model):
+        return []
+    return [
+        f"# The flags state the shape of {request.model.name}, not its rotary base, its norm's epsilon and how its "
+        "router scores. MODEL=<its config.json> states them as well."
+    ]
 
 
 def format_short_torchrun_line(request: Request, spec: RunSpec) -> str:
@@ -203,6 +203,7 @@ def _format_batch_script(request: Request, spec: RunSpec, flags: Sequence[str]) 
     line = _format_torchrun_line(request, spec, flags, rendezvous)
     lines = [
         "#!/bin/bash",
+        *_list_comments(request),
         f"#SBATCH --job-name={request.model.name}",
         f"#SBATCH --nodes={hosts}",
         "#SBATCH --ntasks-per-node=1",

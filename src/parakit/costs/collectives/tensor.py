@@ -23,7 +23,6 @@ _REDUCING = f"{_MAPPINGS}: _ReduceFromModelParallelRegion"
 _REDUCE, _GATHER = Operation.ALL_REDUCE, Operation.ALL_GATHER
 _SCATTER = Operation.REDUCE_SCATTER
 _FORWARD, _BACKWARD = Phase.FORWARD, Phase.BACKWARD
-_GATHERED_AGAIN = "the same inputs again, for weights"
 _ADAPTER = "megatron/bridge/peft/utils.py: ParallelLinearAdapter"
 
 
@@ -66,10 +65,11 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         (_REDUCE, _BACKWARD, "input gradients of column-parallel matrices", _LINEAR + ".backward"),
     ]
     if spec.parallelism.sequence_parallel:
+        again = (_GATHER, _BACKWARD, "the same inputs again, for weights", _LINEAR + ".backward")
         rows = [
             (_GATHER, _FORWARD, "inputs of column-parallel matrices", _LINEAR + ".forward"),
             (_SCATTER, _FORWARD, "row-parallel outputs", f"{_MAPPINGS}: _ReduceScatter"),
-            (_GATHER, _BACKWARD, _GATHERED_AGAIN, _LINEAR + ".backward"),
+            *(() if spec.lora else (again,)),
             (_SCATTER, _BACKWARD, "their gradients", _LINEAR + ".backward"),
             (_GATHER, _BACKWARD, "gradients of row-parallel outputs", f"{_MAPPINGS}: _Gather"),
         ]
@@ -78,8 +78,6 @@ def layer_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
         return
     forwards, backwards = (sum(passes) for passes in zip(*pairs, strict=True))
     for operation, phase, description, source in rows:
-        if spec.lora and description == _GATHERED_AGAIN:
-            continue
         calls = forwards if phase is _FORWARD else backwards
         beside = phase is _BACKWARD and source.startswith(_LINEAR)
         yield _call(spec, operation, phase, description, calls, hidden_bytes(spec), source, beside)
