@@ -74,6 +74,14 @@ def test_megatrons_flags_mean_the_planned_run(options: PlanOptions) -> None:
     assert "--mock-data" in flags
 
 
+@pytest.mark.parametrize(("seq", "is_avoided"), [(8_192, False), (131_072, True)])
+def test_command_avoids_a_large_attention_mask_of_the_loader(seq: int, is_avoided: bool) -> None:
+    # Megatron's loader would create 131,072² bytes, 17 GB, per sample, which causal attention does not read.
+    run = PlanOptions("llama3-8b", "h100", strategy="sp2cp4-zero1", global_batch=8, seq=seq)
+    flags = list_megatron_flags(*plan_run(replace(run, micro_batch=1)))
+    assert ("--no-create-attention-mask-in-dataloader" in flags) is is_avoided
+
+
 @pytest.mark.parametrize("options", RUNS, ids=lambda options: f"{options.model}-{options.strategy}")
 def test_overrides_are_fields_of_megatron_bridge(options: PlanOptions) -> None:
     request, spec = plan_run(options)

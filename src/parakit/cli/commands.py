@@ -15,6 +15,7 @@ from parakit.config.variable_groups import (
     LASTING,
     MEGATRON,
     ONE_RUN,
+    PLAN_CALIBRATE,
     PLAN_COMMAND,
     READ_RUNS,
     SAVING,
@@ -207,7 +208,8 @@ SECTIONS = {
             "train every combination of MODELS=, STRATEGIES=, BACKENDS= and DEVICES=; resumable",
             (*ONE_RUN, *(v.MODELS, v.STRATEGIES, v.BACKENDS, v.DEVICES, v.NAME), *v.SLURM_SETTINGS)),
         Command("experiment", _EXPERIMENT, "run an experiment of examples/experiments: NAME=blueberry",
-            (*TRAINING, _meaning(v.NAME, "name of its file", option="NAME"), v.MODEL, *_PREDICTION),
+            (*TRAINING, _meaning(v.NAME, "name of its file", option="NAME"), v.MODEL, *_PREDICTION,
+             PLAN_CALIBRATE),
             required=("NAME",), example="NAME=blueberry"),
     ),
     "Planning, without devices": (

@@ -64,6 +64,10 @@ def run_named_experiment(
         return run_tutorial(name, arguments, options, console)
     if getattr(arguments, "chapter", None):
         raise LaunchError(f"CHAPTER= is of the tutorial, not of {name}; add NAME=tutorial.")
+    if getattr(arguments, "calibrate", None):
+        raise LaunchError(
+            f"CALIBRATE= applies only to predictions of the tutorial, not to {name}; leave it out."
+        )
     if getattr(arguments, "gpu", None):
         if name not in PREDICTIONS:
             raise LaunchError(

@@ -110,8 +110,13 @@ class TimedStrategy(Presented):
         return encode_timed_strategy(self)
 
 
-def time_strategy(options: PlanOptions) -> TimedStrategy:
+def time_strategy(options: PlanOptions, *, copies_attention_mask: bool = False) -> TimedStrategy:
     """Predict time and memory of one strategy, which STRATEGY= names, on the model and cluster of the options.
+
+    Args:
+        options: The model, the strategy and the cluster.
+        copies_attention_mask: True predicts a published run whose loader creates the attention mask. Commands of
+            plans avoid a large mask.
 
     Raises:
         RequestError: The strategy does not multiply to the number of devices, or Megatron refuses it.
@@ -120,7 +125,12 @@ def time_strategy(options: PlanOptions) -> TimedStrategy:
     parallelism = _parse_named_strategy(options)
     request = build_request(replace(options, gpus=parallelism.world_size))
     spec = _build_spec(options, request, parallelism)
-    request = replace(request, global_batch=spec.batch.global_batch_size)
+    execution = replace(request.cluster.execution, copies_attention_mask=copies_attention_mask)
+    request = replace(
+        request,
+        global_batch=spec.batch.global_batch_size,
+        cluster=replace(request.cluster, execution=execution),
+    )
     problems = list(find_violations(spec))
     if request.cluster.execution.overlap_experts:
         problems += filter(None, [explain_refused_overlap(spec)])

@@ -75,7 +75,11 @@ def build_request(options: PlanOptions) -> Request:
         calibration=load_calibration(options.calibration),
         # The kit's own flags group experts where Megatron can (launch/flags.py).
         execution=replace(
-            parse_execution(flags), grouped_experts=True, document_length=document_length
+            parse_execution(flags),
+            grouped_experts=True,
+            document_length=document_length,
+            # Commands of plans avoid a large mask (training_command.py).
+            copies_attention_mask=False,
         ),
         nics=options.nics or 0,
         oversubscription=options.oversubscription or 1.0,

@@ -5,14 +5,16 @@ from statistics import median
 
 import pytest
 
-from parakit.experiments.tutorial.predict import predict_row
+from parakit.experiments.tutorial.predict import predict_row, predict_rows
 from parakit.experiments.tutorial.rows import find_row, read_rows
 from parakit.planner import Fit
 from parakit.planner.measured_step import TUTORIAL_SOURCE
 from parakit.planner.readings.reading_to_spec import convert_measurement
 from parakit.planner.readings.residual import compute_residual
 from parakit.planner.readings.table import read_measurements
+from parakit.planner.time.compute import layer_seconds
 from parakit.planner.time.iteration import iteration_seconds
+from parakit.planner.time.rates import compute_device_rates
 
 
 def test_overlap_of_gradients_and_weights_is_predicted_where_the_script_has_it() -> None:
@@ -64,9 +66,45 @@ def test_all_runs_out_of_memory_and_no_other_are_predicted_not_to_fit() -> None:
     assert refused == {"121", "281", "301", "505"}
 
 
+def _time_errors(calibrate: str | None = None) -> dict[str, float]:
+    """Return the absolute error of the predicted time by row."""
+    predictions = predict_rows(read_rows(), "h100", calibrate)
+    return {
+        item.row.id: abs(item.time_error) for item in predictions if item.time_error is not None
+    }
+
+
 def test_times_of_the_tutorial_are_predicted_within_9_percent_in_the_median() -> None:
-    errors = [predict_row(row, "h100").time_error for row in read_rows()]
-    sizes = [abs(error) for error in errors if error is not None]
-    assert len(sizes) == 62
-    assert median(sizes) < 0.09
-    assert sum(size > 0.2 for size in sizes) <= 5
+    errors = _time_errors()
+    assert len(errors) == 62
+    assert median(errors.values()) < 0.09
+    assert {row for row, error in errors.items() if error > 0.2} == {"442", "511", "512"}
+
+
+def test_times_are_predicted_within_6_percent_in_the_median_if_one_step_gives_the_time_of_the_host() -> (
+    None
+):
+    errors = _time_errors("210 ms on 231")
+    assert median(errors.values()) < 0.06
+    assert {row for row, error in errors.items() if error > 0.2} == {"442", "512"}
+
+
+def test_flash_backend_with_dropout_is_predicted_with_the_rate_of_flash_attention_2() -> None:
+    # Transformer Engine has no FlashAttention 3 with dropout, and FlashAttention 2 was measured on an H200:
+    # tests/planner/h200_kernels.json.
+    run = predict_row(find_row("358"), "h100").timed
+    rate = compute_device_rates(run.request.cluster, "bf16")
+    spec = run.candidate.spec
+    layer = layer_seconds(spec, rate)
+    scores = spec.shape.heads * spec.batch.micro_batch_size * spec.shape.seq_length**2 / 2 / 8
+    picoseconds = 1e12 * (layer.forward_attention + layer.backward_attention) / scores
+    assert picoseconds == pytest.approx(5.17 + 2.3, rel=0.03)
+
+
+@pytest.mark.parametrize(("row", "milliseconds"), [("338", 33.6), ("308", 2.1), ("231", 0.13)])
+def test_mask_of_the_loader_is_copied_to_the_device_before_each_micro_batch(
+    row: str, milliseconds: float
+) -> None:
+    # One byte per pair of tokens at 64 GB/s: 8 samples of 16,384, 4,096 and 1,024 tokens.
+    parts = predict_row(find_row(row), "h100").timed.candidate.seconds
+    assert 1e3 * parts.host_copies == pytest.approx(milliseconds, rel=0.01)

@@ -36,7 +36,8 @@ def run_tutorial(name: str, arguments: Namespace, options: Options, console: Con
 
     Args:
         name: `tutorial` or a chapter's name such as `tutorial-pp`.
-        arguments: Arguments that only some commands have: CHAPTER=, DEVICES=, MODEL=, GPU= and JSON=.
+        arguments: Arguments that only some commands have: CHAPTER=, DEVICES=, MODEL=, GPU=,
+            CALIBRATE= and JSON=.
         options: The caller's make variables.
         console: Shows progress and tables.
 
@@ -49,6 +50,8 @@ def run_tutorial(name: str, arguments: Namespace, options: Options, console: Con
         raise LaunchError(f"NAME={name} and CHAPTER={chapter} are two chapters; leave one out.")
     if getattr(arguments, "gpu", None):
         return predict_chapter(arguments, chapter)
+    if getattr(arguments, "calibrate", None):
+        raise LaunchError("CALIBRATE= applies only to predictions; add GPU=h100.")
     devices = getattr(arguments, "devices", None)
     model = getattr(arguments, "model", None)
     return run_experiment(load_chapter(chapter, options, devices, model), OUTPUT, console)

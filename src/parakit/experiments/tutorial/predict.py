@@ -23,7 +23,13 @@ from parakit.experiments.tutorial.rows import (
 from parakit.formatting.table import markdown_rows
 from parakit.formatting.terminal import say_markdown, wide_console
 from parakit.formatting.units import DASH, joined
-from parakit.planner import Fit, PlanOptions, TimedStrategy, time_strategy
+from parakit.planner import (
+    Fit,
+    PlanOptions,
+    TimedStrategy,
+    resolve_measured_step,
+    time_strategy,
+)
 
 
 @dataclass(frozen=True)
@@ -75,7 +81,7 @@ class PredictedRow:
         }
 
 
-def predict_row(row: TutorialRow, gpu: str) -> PredictedRow:
+def predict_row(row: TutorialRow, gpu: str, calibrate: str | None = None) -> PredictedRow:
     """Return a row with the predicted time of its run on GPUs of another kind.
 
     The number of GPUs is that of the published run.
@@ -83,10 +89,19 @@ def predict_row(row: TutorialRow, gpu: str) -> PredictedRow:
     Args:
         row: Published run of the tutorial.
         gpu: Name of the GPU in the planner's catalogue.
+        calibrate: What was measured on the machine, as CALIBRATE= of `make plan` states it, such as
+            `210 ms on 231`. None predicts with the constants of the planner alone.
 
     Raises:
-        ValueError: The device is unknown.
+        ValueError: The device is unknown, or `calibrate` cannot be read.
     """
+    options = resolve_measured_step(_state_plan_options(row, gpu, calibrate))
+    creates_mask = "--no-create-attention-mask-in-dataloader" not in row.flags
+    return PredictedRow(row, time_strategy(options, copies_attention_mask=creates_mask))
+
+
+def _state_plan_options(row: TutorialRow, gpu: str, calibrate: str | None) -> PlanOptions:
+    """Return the options of `make plan` that state a row's run with its strategy."""
     # The name of the strategy says what these flags say, and the planner refuses to be told twice.
     named = {name for name, flag in FLAGS.items() if flag.planned.endswith("=")}
     positions = ("--max-position-embeddings", str(row.seq_length))
@@ -95,7 +110,7 @@ def predict_row(row: TutorialRow, gpu: str) -> PredictedRow:
     overlap = pick_flags(row.flags, _OVERLAP)
     training = merge_flags(row.training_flags, positions, dropout, overlap)
     extra = drop_flags(training, {*named, *_WITHOUT_COST})
-    options = PlanOptions(
+    return PlanOptions(
         model=row.model,
         gpu=gpu,
         gpus=row.gpus,
@@ -105,8 +120,8 @@ def predict_row(row: TutorialRow, gpu: str) -> PredictedRow:
         seq=row.seq_length,
         dtype="bf16",
         extra=shlex.join(extra),
+        calibrate=calibrate,
     )
-    return PredictedRow(row, time_strategy(options))
 
 
 _OVERLAP = ("--overlap-grad-reduce", "--overlap-param-gather")
@@ -157,13 +172,18 @@ def _describe_sharding(split: Parallelism) -> list[str]:
     return ["ZeRO-1"] if split.sharding is Sharding.ZERO1 else []
 
 
-def predict_rows(rows: Sequence[TutorialRow], gpu: str) -> list[PredictedRow]:
+def predict_rows(
+    rows: Sequence[TutorialRow], gpu: str, calibrate: str | None = None
+) -> list[PredictedRow]:
     """Predict runs in their order.
 
     Raises:
-        ValueError: The device is unknown.
+        ValueError: The device is unknown, or `calibrate` cannot be read.
     """
-    return [predict_row(row, gpu) for row in rows]
+    if calibrate and rows:
+        # Each row would otherwise solve for the host's time by itself.
+        calibrate = resolve_measured_step(_state_plan_options(rows[0], gpu, calibrate)).calibrate
+    return [predict_row(row, gpu, calibrate) for row in rows]
 
 
 def prediction_table(predictions: Sequence[PredictedRow]) -> str:
@@ -229,19 +249,20 @@ def predict_chapter(arguments: Namespace, chapter: str | None) -> int:
     """Print a chapter's runs with published and predicted figures on the device GPU=; return 0.
 
     Args:
-        arguments: Values of GPU=, DTYPE=, MODEL= and JSON=.
+        arguments: Values of GPU=, CALIBRATE=, DTYPE=, MODEL= and JSON=.
         chapter: Name of the chapter; None is all chapters.
 
     Raises:
         LaunchError: MODEL= or DTYPE= is set, which the rows state themselves.
-        ValueError: The device is unknown.
+        ValueError: The device is unknown, or CALIBRATE= cannot be read.
     """
     for variable in ("model", "dtype"):
         if getattr(arguments, variable, None):
             raise LaunchError(
                 f"The runs of the tutorial state their {variable}; leave {variable.upper()}= out."
             )
-    predictions = predict_rows(rows_of_chapter(chapter), arguments.gpu)
+    calibrate = getattr(arguments, "calibrate", None)
+    predictions = predict_rows(rows_of_chapter(chapter), arguments.gpu, calibrate)
     if arguments.json:
         print(json.dumps([item.to_data() for item in predictions], indent=2))
         return 0

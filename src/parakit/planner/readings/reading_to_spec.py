@@ -688,4 +688,9 @@ def parse_execution(flags: Flags) -> Execution:
     if flags.has("--use-megatron-fsdp"):
         # Megatron-FSDP's own passes over gradients are counted with its communication.
         switches["unfused_gradients"] = False
-    return Execution(**switches, torch_kernels=uses_torch_kernels)
+    return Execution(
+        **switches,
+        torch_kernels=uses_torch_kernels,
+        flash_attention=flags.text("--attention-backend") == "flash",
+        copies_attention_mask=not flags.has("--no-create-attention-mask-in-dataloader"),
+    )

@@ -68,6 +68,10 @@ _SHORT_SEQUENCE_KEYS = 720
 _ATTENTION_DROPOUT_FACTOR = 1.5
 """Time of attention with dropout over the time without it: the kernel draws a random number per score, and draws it
 once more in backward (measured: 1,858 µs for 1,232 at a width of 80 and 1,024 keys)."""
+_SECONDS_PER_DROPPED_SCORE = 2.3e-12
+"""Seconds of forward and backward together to draw one random number per score on 132 processors, half of it in each
+direction (measured: the 626 µs of `_ATTENTION_DROPOUT_FACTOR` for 512 heads)."""
+_HOPPER_PROCESSORS = 132
 _ATTENTION_BACKWARD_FACTOR = 2.5
 """Products in backward over those in forward, five to two: the scores are recomputed (arXiv:2205.14135)."""
 
@@ -680,6 +684,9 @@ def _attention_seconds(spec: RunSpec, rate: DeviceRates) -> tuple[float, float]:
         width = shape.latent.head_width + shape.latent.rotary_width
         value_width = shape.latent.value_width
     if spec.fused_attention:
+        # FlashAttention 3 has no dropout (Transformer Engine 2.7, `utils.py: get_attention_backend`).
+        if rate.flash_attention_2_flops and spec.dropout:
+            return _flash_attention_2_seconds(spec, rate, width, value_width)
         forward = _fused_attention_seconds(spec, rate, width, value_width)
         return forward, _ATTENTION_BACKWARD_FACTOR * forward
     copies, element = heads * spec.batch.micro_batch_size, spec.element_bytes
@@ -704,10 +711,7 @@ def _fused_attention_seconds(
         width: Columns of a head's queries and keys.
         value_width: Columns of a head's values.
     """
-    heads, length = spec.shape.heads // spec.parallelism.tensor, spec.shape.seq_length
-    document = min(rate.execution.document_length or length, length)
-    attended = spec.shape.effective_attention_length(document)
-    flops = spec.micro_batch_tokens * attended * heads * (width + value_width)
+    attended, flops = _count_attention(spec, rate, width + value_width)
     padding = -(-width // 32) * 32 / width
     narrow = 1.0
     if rate.narrow_heads:
@@ -718,3 +722,42 @@ def _fused_attention_seconds(
     has_own_kernel = rate.wide_heads or value_width <= _WIDE_HEAD or is_widest
     achieved = rate.attention_flops * (1.0 if has_own_kernel else rate.portable_share)
     return flops * padding * drawing / (achieved * narrow * short)
+
+
+def _count_attention(spec: RunSpec, rate: DeviceRates, columns: int) -> tuple[float, float]:
+    """Return the length over which a token attends, and the FLOPs of fused attention in forward.
+
+    The length is twice the mean number of tokens that a token attends to, so that it is the full length of a document
+    without windows.
+
+    Args:
+        spec: The run.
+        rate: Rates of the device. Its execution states the length of a document.
+        columns: Columns of a head's keys and values together.
+    """
+    heads, length = spec.shape.heads // spec.parallelism.tensor, spec.shape.seq_length
+    document = min(rate.execution.document_length or length, length)
+    attended = spec.shape.effective_attention_length(document)
+    return attended, spec.micro_batch_tokens * attended * heads * columns
+
+
+def _flash_attention_2_seconds(
+    spec: RunSpec, rate: DeviceRates, width: int, value_width: int
+) -> tuple[float, float]:
+    """Return the seconds of FlashAttention 2 with dropout in forward and in backward.
+
+    Args:
+        spec: The run.
+        rate: Rates of the device. It has rates of FlashAttention 2.
+        width: Columns of a head's queries and keys.
+        value_width: Columns of a head's values.
+    """
+    attended, flops = _count_attention(spec, rate, width + value_width)
+    rates_by_width = rate.flash_attention_2_flops
+    padded_width = min((wide for wide in rates_by_width if wide >= width), default=width)
+    achieved = rates_by_width.get(padded_width, rates_by_width[_WIDE_HEAD])
+    short = attended / (attended + _SHORT_SEQUENCE_KEYS)
+    forward = flops * padded_width / width / (achieved * short)
+    scores = flops / (2 * (width + value_width))
+    drawing = scores * _SECONDS_PER_DROPPED_SCORE / 2 * _HOPPER_PROCESSORS / rate.processors
+    return forward + drawing, _ATTENTION_BACKWARD_FACTOR * forward + drawing

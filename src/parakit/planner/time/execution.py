@@ -37,6 +37,9 @@ class Execution:
     the same layer's kernels only, and nothing else of a micro batch takes time on the host."""
     portable_attention: bool = False
     """Attention is FlashAttention 2 or Triton, which were written for Ampere, instead of cuDNN or FlashAttention 3."""
+    flash_attention: bool = False
+    """`--attention-backend flash`: attention is FlashAttention's, not cuDNN's. Transformer Engine then takes
+    FlashAttention 3 where it is installed and supports the layer, and FlashAttention 2 otherwise."""
     eager_activation: bool = False
     """The MLP's squared ReLU is several of PyTorch's own kernels (NeMo 2's `squared_relu`; Megatron
     compiles its own)."""
@@ -64,6 +67,9 @@ class Execution:
     (`--use-transformer-engine-op-fuser` with cuDNN's grouped kernels)."""
     grouped_experts: bool = True
     """`--moe-grouped-gemm`: one kernel computes all experts of a rank."""
+    copies_attention_mask: bool = False
+    """The loader creates the attention mask, as Megatron's does without `--no-create-attention-mask-in-dataloader`. The
+    first and the last stage copy the mask of each micro batch from the host, before CP splits it."""
     deterministic: bool = False
     """`--deterministic-mode`."""
     overlap_offload: bool = False

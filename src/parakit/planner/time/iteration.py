@@ -61,7 +61,7 @@ from parakit.planner.time.host import (
     split_launch_seconds,
     unhidden_launch_fraction,
 )
-from parakit.planner.time.offload import exposed_copy_seconds
+from parakit.planner.time.offload import attention_mask_copy_seconds, exposed_copy_seconds
 from parakit.planner.time.rates import DeviceRates, compute_device_rates
 
 
@@ -328,6 +328,10 @@ def _list_stage_parts(
         backward = layers_seconds * (1 - recomputed.forward_fraction)
         copies = exposed_copy_seconds(spec, pipeline_rank, (forward, backward), host)
         parts.append((1, _Piece(MicroBatchSeconds(host_copies=copies))))
+    is_end = pipeline_rank in (0, spec.parallelism.pipeline - 1)
+    if cluster.execution.copies_attention_mask and is_end:
+        copy = attention_mask_copy_seconds(spec, _get_rates(spec, cluster).host)
+        parts.append((1, _Piece(MicroBatchSeconds(host_copies=copy), forward=copy)))
     if pipeline_rank == 0:
         parts.append((1, recomputed.embedding))
     if pipeline_rank == spec.parallelism.pipeline - 1:

@@ -1,7 +1,8 @@
-"""Exposed seconds of a micro batch for activations that move to the host and back.
+"""Exposed seconds of a micro batch for copies between host and device: offloaded activations and the attention mask.
 
-Copies run on streams of their own, at the rate of the host's link or of the host's memory, whichever is less. Copy
-engines take nothing from computation. The rates are the vendor's (`hardware.yaml`), so the times are lower bounds.
+Copies run at the rate of the host's link or of the host's memory, whichever is less. The rates are the vendor's
+(`hardware.yaml`), so the times are lower bounds. Copies of activations run on streams of their own, and copy engines
+take nothing from computation. The copy of the mask runs before a micro batch begins.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def exposed_copy_seconds(
     """
     chunks = spec.layers_per_chunk(pipeline_rank)
     copied = sum(offloaded_bytes(spec, layers).copied for layers in chunks)
-    rate = min(host.link_bytes_per_second, host.memory_bytes_per_second)
+    rate = _copy_rate(host)
     if copied and spec.offload.layers:
         layers = chunks[0]
         offloaded = min(spec.offload.layers, layers)
@@ -35,6 +36,21 @@ def exposed_copy_seconds(
     # A group of activations is read back only after it has gone (`bulk_reload_group`), so the copies that forward
     # does not overlap delay the first reload in backward.
     return sum(max(0.0, copied / rate - seconds) for seconds in passes)
+
+
+def attention_mask_copy_seconds(spec: RunSpec, host: HostRates | None) -> float:
+    """Return the seconds to copy the attention mask of a micro batch to the device.
+
+    The mask has one byte per pair of tokens of a sample (Megatron's `gpt_dataset.py`), and each CP rank receives the
+    mask of the full sequence. The result is 0 if the rates of the host are unknown.
+    """
+    mask_bytes = spec.batch.micro_batch_size * spec.shape.seq_length**2
+    return mask_bytes / _copy_rate(host) if host else 0.0
+
+
+def _copy_rate(host: HostRates) -> float:
+    """Return the rate in bytes per second of a copy between a device and the memory of its host."""
+    return min(host.link_bytes_per_second, host.memory_bytes_per_second)
 
 
 def _forward_wait_seconds(

@@ -6,6 +6,7 @@ Figures that are called "measured" were measured on an H200 (../readings/README.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -38,6 +39,9 @@ class DeviceRates:
     portable_share: float
     """Rate of attention that was written for Ampere, as a fraction of `attention_flops`. It applies to heads that the
     device's own kernels do not take."""
+    flash_attention_2_flops: Mapping[int, float]
+    """Rate of FlashAttention 2 by width of a head, forward and backward together. It is empty where FlashAttention 2
+    does not run, and on generations on which it was not measured."""
     wide_heads: bool
     """True if the device's own kernels train heads wider than 128."""
     bytes_per_second: float
@@ -96,6 +100,10 @@ _PORTABLE_FRACTION = {"volta": 0.8, "ampere": 0.8, "hopper": 0.54, "blackwell": 
 """Rate of attention written for Ampere over that of the generation's own: FlashAttention 2 reaches 54% of cuDNN's rate
 on Hopper (measured, 128 wide, 512 to 16,384 keys), and Triton reaches less of an A100 than CUDA."""
 
+_FLASH_ATTENTION_2_FRACTION = {"hopper": {64: 0.292, 96: 0.281, 128: 0.321}}
+"""Fraction of the dense peak that FlashAttention 2 reaches by width of a head, forward and backward together (measured
+at widths of 64, 80 and 128 with 512 to 16,384 keys; a head 80 wide is padded to 96)."""
+
 
 @lru_cache(maxsize=256)
 def compute_device_rates(
@@ -138,6 +146,11 @@ def compute_device_rates(
         attention_flops=peak * constants.attention * (portable_fraction if is_portable else 1.0),
         narrow_heads=not is_portable,
         portable_share=portable_fraction,
+        flash_attention_2_flops={
+            width: peak * fraction
+            for width, fraction in _FLASH_ATTENTION_2_FRACTION.get(device.generation, {}).items()
+            if execution.flash_attention
+        },
         wide_heads=is_portable or device.generation != "blackwell",
         bytes_per_second=device.memory_bytes_per_second * constants.memory * core_fraction,
         fill=constants.product_fill,
