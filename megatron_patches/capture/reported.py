@@ -32,12 +32,16 @@ def _list_sums() -> Iterator[torch.Tensor]:
 
 def _list_entries_of_routers() -> list[Any]:
     """Return an entry for each loss that routers have reported so far."""
-    # From 0.19 on Megatron has a tracker for these losses; before, a dictionary in moe_utils.
+    # From 0.19 on Megatron has a tracker for these losses. Before, it had a dictionary, which commits before 3b85d982d5
+    # (core 0.13) return from parallel_state and later ones from moe_utils.
     with suppress(ImportError):
         logging = import_module("megatron.core.transformer.moe.moe_logging")
         return list(logging.get_moe_metrics_tracker().metrics.values())
     experts = import_module("megatron.core.transformer.moe.moe_utils")
-    return list(experts.get_moe_layer_wise_logging_tracker().values())
+    if hasattr(experts, "get_moe_layer_wise_logging_tracker"):
+        return list(experts.get_moe_layer_wise_logging_tracker().values())
+    state = import_module("megatron.core.parallel_state")
+    return list(state.get_moe_layer_wise_logging_tracker().values())
 
 
 def _list_entries_of_mtp() -> list[Any]:
