@@ -1,4 +1,5 @@
 import sys
+from importlib import import_module
 
 import pytest
 import torch
@@ -27,15 +28,16 @@ def test_losses_of_repeated_passes_are_not_reported() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Megatron warns about packages that are not installed.
+@pytest.mark.parametrize("module", ["transformer.moe.moe_utils", "parallel_state"])
 def test_losses_of_repeated_passes_are_not_reported_by_a_megatron_before_0_19(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, module: str
 ) -> None:
-    from megatron.core.transformer.moe import moe_utils
-
+    # Commits before core 0.13 keep the dictionary in parallel_state.
+    holder = import_module(f"megatron.core.{module}")
     reported = {"load_balancing_loss": {"values": torch.tensor([2.0]), "reduce_group": None}}
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.moe_logging", None)
     monkeypatch.setattr(
-        moe_utils, "get_moe_layer_wise_logging_tracker", lambda: reported, raising=False
+        holder, "get_moe_layer_wise_logging_tracker", lambda: reported, raising=False
     )
     with preserve_reported_losses():
         reported["load_balancing_loss"]["values"] += 2.5
