@@ -34,6 +34,8 @@ def test_losses_of_repeated_passes_are_not_reported_by_a_megatron_before_0_19(
 ) -> None:
     # Commits before core 0.13 keep the dictionary in parallel_state.
     holder = import_module(f"megatron.core.{module}")
+    moe_utils = import_module("megatron.core.transformer.moe.moe_utils")
+    monkeypatch.delattr(moe_utils, "get_moe_layer_wise_logging_tracker", raising=False)
     reported = {"load_balancing_loss": {"values": torch.tensor([2.0]), "reduce_group": None}}
     monkeypatch.setitem(sys.modules, "megatron.core.transformer.moe.moe_logging", None)
     monkeypatch.setattr(
