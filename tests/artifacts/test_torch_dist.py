@@ -5,26 +5,28 @@ import warnings
 import zipfile
 from itertools import product
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from parakit.artifacts import torch_dist
 from parakit.artifacts.torch_dist import (
     DamagedCheckpointError,
+    PieceReader,
     ReadingStoppedError,
     StoredPart,
     StoredTensor,
     hash_weights,
     is_finished,
-    read_box,
     read_metadata,
     read_piece,
-    read_tensor,
     verify_readable,
 )
 from parakit.artifacts.torch_dist_writer import add_piece
+from parakit.config.files import open_regular_file
 
 
 @pytest.fixture
@@ -59,14 +61,39 @@ def test_tensor_is_assembled_from_pieces_of_any_ranks(tmp_path: Path) -> None:
             sizes[a, c, e] = (b - a, d - c, f - e)
             parts[a, c, e] = add_piece(file, "pieces", whole[a:b, c:d, e:f].clone())
     stored = StoredTensor(tuple(whole.shape), "int64", sizes, parts)
-    for layer, rows, wanted in (
-        (None, None, whole),
-        (None, 2, whole[:2]),
-        (1, None, whole[1]),
-        (2, 3, whole[2, :3]),
-    ):
-        assert torch.equal(read_tensor(tmp_path, stored, layer, rows), wanted)
-    assert torch.equal(read_box(tmp_path, stored, (1, 1, 2), (2, 3, 2)), whole[1:, 1:4, 2:])
+    with PieceReader(tmp_path) as reader:
+        for layer, rows, wanted in (
+            (None, None, whole),
+            (None, 2, whole[:2]),
+            (1, None, whole[1]),
+            (2, 3, whole[2, :3]),
+        ):
+            assert torch.equal(reader.read_tensor(stored, layer, rows), wanted)
+        assert torch.equal(reader.read_box(stored, (1, 1, 2), (2, 3, 2)), whole[1:, 1:4, 2:])
+
+
+def test_reader_opens_an_archive_once_and_keeps_few_files_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[BinaryIO] = []
+
+    def open_and_note(path: Path) -> BinaryIO:
+        opened.append(open_regular_file(path))
+        return opened[-1]
+
+    monkeypatch.setattr(torch_dist, "open_regular_file", open_and_note)
+    parts = []
+    with (tmp_path / "pieces").open("wb") as file:
+        for number in range(50):
+            parts.append(add_piece(file, "pieces", torch.full((2,), number)))
+    with PieceReader(tmp_path) as reader:
+        for number, part in enumerate(parts):
+            for _ in range(2):
+                assert reader.read_piece(part).tolist() == [number, number]
+        assert len(opened) == 50
+        assert sum(not file.closed for file in opened) == 32
+        assert reader.read_piece(parts[0]).tolist() == [0, 0], "closed before, and opened again"
+    assert all(file.closed for file in opened)
 
 
 def test_checkpoint_without_metadata_is_unfinished(copy: Path) -> None:

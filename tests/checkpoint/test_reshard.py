@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 from torch.distributed import checkpoint
 
-from parakit.artifacts.torch_dist import StoredMetadata, StoredTensor, read_metadata, read_tensor
+from parakit.artifacts.torch_dist import PieceReader, StoredMetadata, StoredTensor, read_metadata
 from parakit.artifacts.torch_dist_writer import add_piece, write_metadata
 from parakit.checkpoint import reshard as resharding
 from parakit.checkpoint import reshard_command as reshard
@@ -125,9 +125,11 @@ def held(folder: Path) -> dict[str, tuple[Any, Tensor]]:
     """Every tensor, and where its pieces lie."""
     path = folder / ITERATION
     tensors = read_metadata(path).tensors
-    return {
-        name: (dict(tensor.sizes), read_tensor(path, tensor)) for name, tensor in tensors.items()
-    }
+    with PieceReader(path) as reader:
+        return {
+            name: (dict(tensor.sizes), reader.read_tensor(tensor))
+            for name, tensor in tensors.items()
+        }
 
 
 def common(folder: Path) -> dict[str, Any]:

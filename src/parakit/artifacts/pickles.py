@@ -322,7 +322,7 @@ def read_values(archive: zipfile.ZipFile, described: DescribedTensor) -> Tensor:
     """Read the values of a described tensor from its archive."""
     import torch
 
-    root = archive.namelist()[0].partition("/")[0]
+    root = archive.infolist()[0].filename.partition("/")[0]
     data = bytearray(archive.read(f"{root}/data/{described.storage}"))
     dtype = getattr(torch, described.dtype)
     if not data:

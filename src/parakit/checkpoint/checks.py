@@ -15,12 +15,11 @@ from parakit.artifacts.torch_dist import (
     EMBEDDING,
     OUTPUT,
     DamagedCheckpointError,
+    PieceReader,
     Shape,
     StoredTensor,
-    read_box,
     read_finished_iteration,
     read_metadata,
-    read_piece,
     verify_pieces,
     verify_readable,
 )
@@ -243,23 +242,30 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
     the optimizer's fp32 copies. An update ends by copying them to the weights, so rounded to the weights' dtype
     they must equal the weights.
     """
-    folder, tensors = contents.folder, contents.stored.tensors
     is_centered = has_centered_norms(contents.arguments)
-    for name, weight in tensors.items():
-        if "optimizer" in name or weight.dtype not in FLOATING_TYPES:
-            continue
-        main = _find_main_weight(name, tensors)
-        for begin, size in weight.sizes.items():
-            values = read_box(folder, weight, begin, size)
-            if flaw := describe_wrong_values(name, values, begin, is_centered):
-                yield f"{name} {flaw}."
-            elif main and not read_box(folder, main, begin, size).to(values.dtype).equal(values):
-                yield (
-                    f"The optimizer's main weights of {name} are not the model's weights: they are of "
-                    "another run."
-                )
-                break  # The other pieces of the weight would give the same sentence.
+    with PieceReader(contents.folder) as reader:
+        for name, weight in contents.stored.tensors.items():
+            if "optimizer" not in name and weight.dtype in FLOATING_TYPES:
+                yield from _find_wrong_values_of_weight(contents, reader, name, is_centered)
     yield from _find_unequal_copies(contents)
+
+
+def _find_wrong_values_of_weight(
+    contents: Contents, reader: PieceReader, name: str, is_centered: bool
+) -> Iterator[str]:
+    """Yield a sentence for each piece of a weight with wrong values, and one if it is not its main weight."""
+    tensors = contents.stored.tensors
+    weight, main = tensors[name], _find_main_weight(name, tensors)
+    for begin, size in weight.sizes.items():
+        values = reader.read_box(weight, begin, size)
+        if flaw := describe_wrong_values(name, values, begin, is_centered):
+            yield f"{name} {flaw}."
+        elif main and not reader.read_box(main, begin, size).to(values.dtype).equal(values):
+            yield (
+                f"The optimizer's main weights of {name} are not the model's weights: they are of "
+                "another run."
+            )
+            return  # The other pieces of the weight would give the same sentence.
 
 
 def _find_main_weight(name: str, tensors: Mapping[str, StoredTensor]) -> StoredTensor | None:
@@ -292,14 +298,15 @@ def _find_wrong_hugging_face_values(contents: Contents) -> Iterator[str]:
 
 def _find_unequal_copies(contents: Contents) -> Iterator[str]:
     """Yield a sentence for each copy of a tensor's piece that has other values than the first copy."""
-    folder, tensors = contents.folder, contents.stored.tensors
-    for copy in contents.copies:
-        first_part = tensors[copy.name].parts[copy.begin]
-        if not read_piece(folder, copy.part).equal(read_piece(folder, first_part)):
-            yield (
-                f"{copy.name} at {list(copy.begin)} differs between {copy.part.file} and "
-                f"{first_part.file}: all ranks must hold the same values."
-            )
+    tensors = contents.stored.tensors
+    with PieceReader(contents.folder) as reader:
+        for copy in contents.copies:
+            first_part = tensors[copy.name].parts[copy.begin]
+            if not reader.read_piece(copy.part).equal(reader.read_piece(first_part)):
+                yield (
+                    f"{copy.name} at {list(copy.begin)} differs between {copy.part.file} and "
+                    f"{first_part.file}: all ranks must hold the same values."
+                )
 
 
 def _find_optimizer_misfits(contents: Contents) -> Iterator[str]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from parakit.artifacts.torch_dist import VOCABULARY, Shape, read_tensor
+from parakit.artifacts.torch_dist import VOCABULARY, PieceReader, Shape
 from parakit.checkpoint.contents import HUGGING_FACE, Contents, is_stacked
 from parakit.convert import read_source
 
@@ -61,23 +61,27 @@ def compare_weights(first: Contents, second: Contents) -> list[TensorRelation]:
     A weight that only one checkpoint has is listed with the relation ONE_SIDED. An optimizer state that only
     one checkpoint has is left out.
     """
-    a, b = _open_tensors(first), _open_tensors(second)
-    names = sorted(a.shapes.keys() | b.shapes.keys(), key=lambda name: ("optimizer" in name, name))
     relations = []
-    for name in names:
-        if name in a.shapes and name in b.shapes:
-            relations.append(_compare_tensor(name, a, b))
-        elif "optimizer" not in name:
-            relations.append(TensorRelation(name, ONE_SIDED))
+    with PieceReader(first.folder) as reader_a, PieceReader(second.folder) as reader_b:
+        a, b = _open_tensors(first, reader_a), _open_tensors(second, reader_b)
+        names = a.shapes.keys() | b.shapes.keys()
+        for name in sorted(names, key=lambda name: ("optimizer" in name, name)):
+            if name in a.shapes and name in b.shapes:
+                relations.append(_compare_tensor(name, a, b))
+            elif "optimizer" not in name:
+                relations.append(TensorRelation(name, ONE_SIDED))
     return relations
 
 
-def _open_tensors(contents: Contents) -> _ReadableTensors:
-    """Return the shapes of a checkpoint's tensors, and a function that reads a tensor. Any format is possible."""
+def _open_tensors(contents: Contents, reader: PieceReader) -> _ReadableTensors:
+    """Return the shapes of a checkpoint's tensors, and a function that reads a tensor. Any format is possible.
+
+    The reader is of the checkpoint's folder. It reads every format but Hugging Face's.
+    """
     if contents.format != HUGGING_FACE:
         stored = contents.stored.tensors
         return _ReadableTensors(
-            contents.shapes, lambda key, layer: read_tensor(contents.folder, stored[key], layer)
+            contents.shapes, lambda key, layer: reader.read_tensor(stored[key], layer)
         )
     source = read_source(contents.folder)
     pairs = {(pair.key, pair.layer): pair for pair in source.pairs}
@@ -100,14 +104,17 @@ def _compare_tensor(name: str, a: _ReadableTensors, b: _ReadableTensors) -> Tens
     if shape != b.shapes[name]:
         return _different_shapes(name, shape, b.shapes[name])
     num_layers = shape[0]
-    hashes_a = [hash_values(a.read(name, layer)) for layer in range(num_layers)]
-    hashes_b = [hash_values(b.read(name, layer)) for layer in range(num_layers)]
+    hashes_a, dtypes_a = _hash_layers(name, a, num_layers)
+    hashes_b, dtypes_b = _hash_layers(name, b, num_layers)
     if order := _find_order(hashes_a, hashes_b):
         return TensorRelation(name, PERMUTED, f"the second has the layers in the order {order}")
-    by_layer = [
-        _compare_values(name, a.read(name, layer), b.read(name, layer))
-        for layer in range(num_layers)
-    ]
+    by_layer = []
+    for layer in range(num_layers):
+        # Layers with the same bits are equal, so their values are not read a second time.
+        if hashes_a[layer] == hashes_b[layer] and dtypes_a[layer] == dtypes_b[layer]:
+            by_layer.append(TensorRelation(name, EQUAL))
+        else:
+            by_layer.append(_compare_values(name, a.read(name, layer), b.read(name, layer)))
     different_layers = [layer for layer, relation in enumerate(by_layer) if not relation.is_same]
     if not different_layers:
         unequal = (relation for relation in by_layer if relation.relation != EQUAL)
@@ -119,6 +126,18 @@ def _compare_tensor(name: str, a: _ReadableTensors, b: _ReadableTensors) -> Tens
         f"in {len(different_layers)} of {num_layers} layers, first in {first}: "
         f"{by_layer[first].detail}",
     )
+
+
+def _hash_layers(
+    name: str, tensors: _ReadableTensors, num_layers: int
+) -> tuple[list[bytes], list[torch.dtype]]:
+    """Return the hash and the dtype of each layer of a stacked tensor."""
+    hashes, dtypes = list[bytes](), list[torch.dtype]()
+    for layer in range(num_layers):
+        values = tensors.read(name, layer)
+        hashes.append(hash_values(values))
+        dtypes.append(values.dtype)
+    return hashes, dtypes
 
 
 def _different_shapes(name: str, a: Shape, b: Shape) -> TensorRelation:

@@ -42,11 +42,11 @@ from parakit.artifacts.torch_dist import (
     METADATA,
     TRACKER_FILE,
     DamagedCheckpointError,
+    PieceReader,
     Shape,
     StoredMetadata,
     StoredPart,
     StoredTensor,
-    read_box,
     read_bytes,
     read_piece,
 )
@@ -495,9 +495,9 @@ def _write_file(
         progress.done(sum(piece.size_bytes for piece in pieces))
         return msgspec.json.decode(index.read_bytes(), type=list[StoredPart])
     parts, written_hashes = list[StoredPart](), list[bytes]()
-    with (folder / name).open("wb") as file:
+    with (folder / name).open("wb") as file, PieceReader(source) as reader:
         for piece in pieces:
-            values = read_box(source, piece.source, piece.begin, piece.size)
+            values = reader.read_box(piece.source, piece.begin, piece.size)
             parts.append(add_piece(file, name, values))
             written_hashes.append(hash_values(values))
             progress.done(piece.size_bytes)

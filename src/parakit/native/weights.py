@@ -18,9 +18,9 @@ from torch import Tensor
 from parakit.artifacts.torch_dist import (
     NORMS,
     VOCABULARY,
+    PieceReader,
     read_finished_iteration,
     read_metadata,
-    read_tensor,
 )
 from parakit.native.model import GPT, find_expert_layers
 
@@ -82,10 +82,11 @@ def load_initial_weights(model: GPT, checkpoint: Path) -> None:
     """
     iteration = read_finished_iteration(checkpoint) or 0
     folder = checkpoint / f"iter_{iteration:07d}"
-    tensors = {
-        key: read_tensor(folder, metadata)
-        for key, metadata in read_metadata(folder).tensors.items()
-    }
+    with PieceReader(folder) as reader:
+        tensors = {
+            key: reader.read_tensor(metadata)
+            for key, metadata in read_metadata(folder).tensors.items()
+        }
     expert_layers = find_expert_layers(model)
     num_experts = expert_layers[0].num_experts if expert_layers else 0
     stack_sizes = (len(model.blocks), num_experts)

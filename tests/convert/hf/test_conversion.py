@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from parakit.artifacts.torch_dist import read_metadata, read_tensor
+from parakit.artifacts.torch_dist import PieceReader, read_metadata
 from parakit.checkpoint.checks import find_problems
 from parakit.checkpoint.compare import compare_weights
 from parakit.checkpoint.contents import read_contents
@@ -168,7 +168,8 @@ def test_padding_rows_are_copies_of_the_last_row_for_any_tensor_parallel_layout(
     source = write_model(tmp_path / "source", GPT2)  # 131 entries
     folder = imported(source, tmp_path / "hub")
     stored = read_metadata(folder / CHECKPOINT).tensors["embedding.word_embeddings.weight"]
-    rows = read_tensor(folder / CHECKPOINT, stored)
+    with PieceReader(folder / CHECKPOINT) as reader:
+        rows = reader.read_tensor(stored)
     assert rows.shape == (256, 8)
     assert torch.equal(rows[131:], rows[130:131].expand(125, -1))
     flags = Flags(find_model(str(folder / "mine.args")).flags)

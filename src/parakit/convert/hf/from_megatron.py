@@ -19,9 +19,9 @@ from parakit.artifacts.torch_dist import (
     EMBEDDING,
     VOCABULARY,
     DamagedCheckpointError,
+    PieceReader,
     StoredTensor,
     read_metadata,
-    read_tensor,
 )
 from parakit.config.flags import format_flags, merge_flags
 from parakit.config.huggingface import build_config, flags_model_type, read_config
@@ -113,14 +113,15 @@ def _read_values(
 
     Only the tensor that is written is in memory.
     """
-    for pair in pairs:
-        # Rows beyond the vocabulary are padding, which `transformers` has not.
-        rows = pair.shape[0] if pair.key in VOCABULARY else None
-        stored = tensors[_stored_key(pair, tensors)]
-        values = read_tensor(checkpoint, stored, pair.layer, rows)
-        for part in pair.form.split(values):
-            progress.done(part.nbytes)
-            yield part
+    with PieceReader(checkpoint) as reader:
+        for pair in pairs:
+            # Rows beyond the vocabulary are padding, which `transformers` has not.
+            rows = pair.shape[0] if pair.key in VOCABULARY else None
+            stored = tensors[_stored_key(pair, tensors)]
+            values = reader.read_tensor(stored, pair.layer, rows)
+            for part in pair.form.split(values):
+                progress.done(part.nbytes)
+                yield part
 
 
 def _read_tensors(folder: Path) -> Mapping[str, StoredTensor]:
