@@ -155,6 +155,31 @@ def test_state_with_another_multiple_of_its_gradient_is_named(slot, power):
     assert comparison.name == "another multiple of its gradient"
 
 
+@pytest.mark.parametrize(("slot", "power"), [("exp_avg", 1), ("exp_avg_sq", 2)])
+def test_state_that_lost_earlier_iterations_is_named(slot, power):
+    gradient = random(8, 4, seed=7)
+    reset = np.float32(0.1) * gradient**power
+    comparison = kind(
+        reset, WHOLE + reset, name="a.weight", slot=slot, like=[("a.weight", gradient)]
+    )
+    assert comparison.name == (
+        "its gradient in this iteration alone: the state of earlier iterations is missing"
+    )
+    # In the first iteration the right state is a multiple of the gradient, too.
+    first = kind(3 * reset, reset, name="a.weight", slot=slot, like=[("a.weight", gradient)])
+    assert first.name == "factor ×DP"
+
+
+def test_equal_steps_up_and_down_are_named_with_their_size():
+    # Megatron's update of the experts' biases adds the rate, or subtracts it.
+    signs = np.where(random(8, seed=3) > 0, np.float32(1), np.float32(-1))
+    bias = random(8, seed=4) / 10
+    assert kind(bias + np.float32(1e-3) * signs, bias).name == (
+        "each element is 0.001 larger or smaller"
+    )
+    assert kind(bias + np.float32(1e-3) * random(8, seed=5), bias).name == "other"
+
+
 def test_tensor_that_no_rank_holds_is_named():
     comparison = TensorComparison(
         (CaptureStage.OPTIMIZER_STATE, "a", "exp_avg"), 1e-6, 0, error=1.0, uncovered=12

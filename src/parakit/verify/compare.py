@@ -324,13 +324,15 @@ class _Comparer:
         A wrong tensor of a parameter's shape is compared with the same region of all other parameters. A
         weight is also compared with its value before the iteration, and an optimizer state with the gradient
         of its parameter. A wrong activation is compared with the same activation of other ranks and of other
-        micro batches. Nothing is yielded if the comparison has no worst tensor.
+        micro batches, and the bias that a module returns with the biases that other modules return. Nothing is
+        yielded if the comparison has no worst tensor.
         """
         (stage, name, slot), worst = comparison.key, comparison.worst
         if worst is None:
             return
         if worst.micro_batch is not None:
             yield from self._list_similar_activations(comparison.key, worst)
+            yield from self._list_returned_biases(comparison.key, worst)
         if stage not in PARAMETERS:
             return
         candidates = [_SimilarTensors(stage, slot, is_same_parameter=False)]
@@ -350,8 +352,7 @@ class _Comparer:
                 is_same_parameter = parts[0].name == name
                 if key[2] != candidate.slot or is_same_parameter != candidate.is_same_parameter:
                     continue
-                shape = worst.reference.shape
-                values = assemble_region(parts, self._reference, region=worst.region, shape=shape)
+                values = _cut_same_elements(parts, self._reference, worst)
                 if values is not None:
                     yield candidate.label or parts[0].name, values
 
@@ -379,6 +380,24 @@ class _Comparer:
                         else f"micro batch {micro_batch}"
                     )
                     yield label, other.reference
+
+    def _list_returned_biases(
+        self, key: ComparisonKey, tensor: ComparedTensor
+    ) -> Iterator[tuple[str, Array]]:
+        """Yield the biases that other modules return next to their output, if `tensor` is such a bias.
+
+        Megatron's row-parallel linear layers return a bias, which the caller adds. The biases are those of the
+        reference's first rank, and have the shape of `tensor`.
+        """
+        stage, name, slot = key
+        if stage is not CaptureStage.OUTPUTS or tensor.reference.ndim != 1:
+            return
+        first_rank = self._reference.ranks[0]
+        for tensor_key, record in first_rank.first_records.items():
+            if (tensor_key.stage, tensor_key.slot) != (stage, slot) or tensor_key.name == name:
+                continue
+            if record.shape == tensor.reference.shape:
+                yield tensor_key.name, first_rank.values(record)
 
     def compare_activations(self) -> None:
         """Compare inputs and outputs of modules, losses, expert choices and activation gradients.
@@ -959,6 +978,27 @@ def _add_sum_or_copies(comparison: TensorComparison, tensors: list[ComparedTenso
         comparison.add(tensor)
 
 
+def _cut_same_elements(
+    parts: list[ParameterPart], capture: Capture, tensor: ComparedTensor
+) -> Array | None:
+    """Return the elements of a parameter that a compared tensor holds of its own parameter.
+
+    Args:
+        parts: Parts of the parameter on all ranks.
+        capture: Capture of the ranks.
+        tensor: The compared tensor, of a parameter that may be another one.
+
+    Returns:
+        The elements; None if the parameter has another shape than that of the compared tensor.
+    """
+    if tensor.owned is None:
+        shape = tensor.reference.shape
+        return assemble_region(parts, capture, region=tensor.region, shape=shape)
+    region, is_owned = tensor.owned
+    values = assemble_region(parts, capture, region=region, shape=is_owned.shape)
+    return None if values is None else values[is_owned]
+
+
 def _compare_parts(comparison: TensorComparison, parts: list[ParameterPart], full: Array) -> None:
     """Compare all ranks' parts of a parameter with the full tensor, and copies with each other.
 
@@ -978,7 +1018,13 @@ def _compare_parts(comparison: TensorComparison, parts: list[ParameterPart], ful
         else:
             owned_values, owned_reference = values[is_owned], reference[is_owned]
             comparison.add(
-                ComparedTensor(part.rank, None, ours=owned_values, reference=owned_reference)
+                ComparedTensor(
+                    part.rank,
+                    None,
+                    ours=owned_values,
+                    reference=owned_reference,
+                    owned=(region, is_owned),
+                )
             )
         if not part.placement.partial:
             comparison.copies.append(tensor)

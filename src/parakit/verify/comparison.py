@@ -28,6 +28,9 @@ class ComparedTensor:
     reference: Array
     region: tuple[slice, ...] = ()
     """Region of the full parameter; empty for the whole parameter, and for activations."""
+    owned: tuple[tuple[slice, ...], Array] | None = None
+    """Region of the full parameter, and which of its elements the rank owns, if it does not own all of them. Both
+    tensors then hold the owned elements in order, as a vector. None means that the tensors hold the whole `region`."""
 
 
 @dataclass

@@ -24,6 +24,7 @@ from parakit.verify.patterns import (
     UNEXPLAINED_FRACTION,
     ErrorKind,
     find_approximate_factor,
+    find_equal_steps,
     find_factor_per_row,
     find_few_elements,
     find_moved_rows,
@@ -49,6 +50,7 @@ _BF16_STEP = 2.0**-7
 _VISIBLE_ROUNDING = 2.0**-12
 """Median relative error from which errors may come from bf16 and not from fp32."""
 MORE_GRADIENT = "another multiple of its gradient"
+_ONLY_GRADIENT = "its gradient in this iteration alone: the state of earlier iterations is missing"
 OTHER = "other"
 """Name of the kind of an error that no test explains."""
 
@@ -105,6 +107,7 @@ def _list_kinds(
     if stage in (CaptureStage.OUTPUTS, CaptureStage.ACTIVATION_GRADIENTS) and rank.has_dropout:
         yield from find_other_dropout_mask(worst)
     yield from find_other_mask(worst)
+    yield from find_equal_steps(worst)
     yield from find_factor_per_row(worst, limit)
     yield from find_repeated_vectors(worst)
     yield from find_wrong_rows(worst, comparison, rank)
@@ -387,7 +390,8 @@ def _find_mixed_tensors(
     """Yield a kind for each similar tensor that replaces the right tensor, or is added to it.
 
     If a similar tensor has the name of the wrong tensor itself, the wrong tensor is an optimizer state and the
-    similar tensor is its gradient. The kind then says that the state contains another multiple of the gradient.
+    similar tensor is its gradient. The kind then says that the state contains another multiple of the gradient, or
+    nothing else than a multiple of the gradient, as after a resume that lost the state.
     """
     _, wrong_name, slot = comparison.key
     ours, reference = _flatten(tensor.ours), _flatten(tensor.reference)
@@ -397,6 +401,8 @@ def _find_mixed_tensors(
         if is_own_gradient:
             if slot == "exp_avg_sq":
                 similar = similar**2
+            if _is_multiple(ours, similar, limit) and not _is_multiple(reference, similar, limit):
+                yield ErrorKind(_ONLY_GRADIENT)
         elif relative_error(ours, similar) < limit:
             yield ErrorKind(f"that of {name}")
         elif _is_error_explained_by(tensor, values):
@@ -409,6 +415,13 @@ def _find_mixed_tensors(
             yield ErrorKind(MORE_GRADIENT)
         elif abs(factor - 1) < UNEXPLAINED_FRACTION:
             yield ErrorKind(f"a sum too many: {name} on top")
+
+
+def _is_multiple(values: Array, similar: Array, limit: float) -> bool:
+    """Return True if a vector is a constant times another one, within a relative error of `limit`."""
+    square = float(similar @ similar)
+    factor = float(values @ similar) / square if square else 0.0
+    return factor != 0 and relative_error(factor * similar, values) < limit
 
 
 def _is_error_explained_by(tensor: ComparedTensor, similar: Array) -> bool:

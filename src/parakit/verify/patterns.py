@@ -19,6 +19,10 @@ UNEXPLAINED_FRACTION = 0.1
 """Largest fraction of an error that a fit may leave unexplained, if that is more than rounding."""
 SOME_RANKS = "wrong on some ranks only"
 """Kind of an error that other ranks do not have."""
+_MIN_STEPS = 4
+"""Smallest number of elements whose errors can be told to have one size."""
+_STEP_ROUNDING = 1e-3
+"""Relative distance of an element's error from the median error that rounding of the element explains."""
 _SMALL_FRACTION = 1 / 4
 """Largest fraction of rows, columns or elements that is named by its position."""
 _MAX_ROWS_PER_VECTOR = 8
@@ -195,6 +199,19 @@ def find_noise(tensor: ComparedTensor) -> Iterator[ErrorKind]:
     is_everywhere = np.mean(np.abs(errors) > _VISIBLE_ERROR * np.abs(errors).max()) > 0.5
     if correlation < UNEXPLAINED_FRACTION and is_in_both_directions and is_everywhere:
         yield ErrorKind("noise of the size of bf16 rounding")
+
+
+def find_equal_steps(tensor: ComparedTensor) -> Iterator[ErrorKind]:
+    """Yield a kind if each element is wrong by the same amount, up or down, as after an update by the sign alone.
+
+    Nothing is yielded for fewer than `_MIN_STEPS` elements.
+    """
+    errors = np.subtract(tensor.ours, tensor.reference, dtype=np.float64).ravel()
+    step = float(np.median(np.abs(errors)))
+    if errors.size < _MIN_STEPS or not step:
+        return
+    if (np.abs(np.abs(errors) / step - 1) < _STEP_ROUNDING).all():
+        yield ErrorKind(f"each element is {step:.3g} larger or smaller")
 
 
 def find_few_elements(tensor: ComparedTensor, tolerance: float) -> Iterator[ErrorKind]:
