@@ -22,6 +22,7 @@ from parakit.planner.one_strategy import (
 )
 from parakit.planner.options import PlanOptions, RequestError, plan_options
 from parakit.planner.picture import draw_plan
+from parakit.planner.request import build_request
 from parakit.planner.result import NothingFitsError, plan_strategies
 from parakit.planner.scaling import Failures, draw_scaling, plan_scaling
 from parakit.planner.training_command import refuse_trainer_without_adapters
@@ -78,6 +79,10 @@ def _rank_strategies(options: PlanOptions, variables: Namespace) -> int:
 
     With ALL=1, the ranking and further answers are printed too. With SVG=, the ranking is also drawn.
     """
+    trainer, launcher = _read_trainer(variables)
+    if options.peft:
+        lora = build_request(options).template.lora
+        refuse_trainer_without_adapters(lora, trainer, launcher)
     try:
         result = plan_strategies(options)
     except NothingFitsError as error:
@@ -87,9 +92,6 @@ def _rank_strategies(options: PlanOptions, variables: Namespace) -> int:
         print(json.dumps(result.to_dict(), indent=2))
     else:
         console = wide_console()
-        trainer, launcher = _read_trainer(variables)
-        lora = result.plan.request.template.lora
-        refuse_trainer_without_adapters(lora, trainer, launcher)
         result.show_screen(console, result.format_command(trainer, launcher))
         if getattr(variables, "all", False):
             result.show_tables(console)
