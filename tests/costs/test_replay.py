@@ -1,8 +1,11 @@
 """The replay of a rank's allocations agrees with the closed forms on live bytes, and adds the allocator's gaps."""
 
 from dataclasses import replace
+from random import Random
 
 import pytest
+from hypothesis import HealthCheck, Phase, assume, given, settings
+from hypothesis import strategies as st
 
 from parakit.config.model import load_model
 from parakit.config.peft import Lora
@@ -10,10 +13,22 @@ from parakit.config.recompute import Recompute
 from parakit.config.run import DeviceKind, RunSpec, spec_from_model
 from parakit.config.strategy import Batch, Parallelism, Sharding, count_devices, parse_strategy
 from parakit.costs.memory import DEVICE_BASE_BYTES, estimate_rank_memory, find_peak_rank
-from parakit.costs.replay import find_peak_device_memory, replay_rank, supports_replay
+from parakit.costs.replay import (
+    find_peak_device_memory,
+    find_peak_rank_that_may_fit,
+    replay_rank,
+    supports_replay,
+)
 from parakit.formatting.units import GIB, MIB
+from parakit.planner.candidates import (
+    build_unsharded_spec,
+    enumerate_splits,
+    enumerate_variants,
+    list_micro_batch_sizes,
+)
 
 H100_BYTES = 81559 * MIB
+MODELS = ("gpt2-tiny", "gpt2-large", "gpt2-xl", "gpt3-1.3b", "gpt3-13b", "llama3-8b")
 
 
 def run(
@@ -66,6 +81,60 @@ def test_context_parallelism_by_all_to_all_stores_the_output_of_attention_twice(
     layers, tokens_per_rank, hidden = 40, 8 * 1024 // 8, 1536
     more = replay_rank(all_to_all).peak_live - replay_rank(ring).peak_live
     assert more == layers * tokens_per_rank * hidden * 2
+
+
+def draw_layout(random: Random) -> RunSpec | None:
+    """Return a random run of one of `MODELS` on up to 32 GPUs, or None if the replay does not know it."""
+    model = load_model(random.choice(MODELS))
+    devices = random.choice((1, 2, 4, 8, 16, 24, 32))
+    samples = devices * random.choice((1, 2, 3, 4, 8))
+    template = replace(
+        spec_from_model(model, Parallelism(), Batch(1, samples)),
+        device=DeviceKind.GPU,
+        dtype=random.choice(("bf16", "fp16")),
+        dropout=random.choice((0.0, 0.1)),
+    )
+    split = random.choice(list(enumerate_splits(template.shape, devices)))
+    sizes = list_micro_batch_sizes(split, samples, largest=8)
+    if not sizes:
+        return None
+    plain = build_unsharded_spec(template, split, random.choice(sizes), Recompute.NONE)
+    spec = random.choice(list(enumerate_variants(plain)))
+    return spec if supports_replay(spec) else None
+
+
+@settings(
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+    deadline=None,
+    max_examples=60,
+)
+@given(st.integers(min_value=0, max_value=2**32), st.floats(min_value=0.8, max_value=1.2))
+def test_no_run_that_fits_by_the_replay_is_dropped_by_the_closed_form(
+    seed: int, device_ratio: float
+) -> None:
+    spec = draw_layout(Random(seed))
+    assume(spec is not None)
+    assert spec is not None
+    device_bytes = device_ratio * find_peak_rank(spec)[1].total
+    _, memory = find_peak_device_memory(spec, device_bytes)
+    assert find_peak_rank_that_may_fit(spec, memory.total) is not None
+
+
+def test_empty_blocks_of_the_closed_form_may_hold_tensors_in_the_replay() -> None:
+    spec = run("gpt2-large", "dp2", 16, dtype="fp16")
+    closed = find_peak_rank(spec)[1]
+    replayed = find_peak_device_memory(spec)[1].total
+    assert closed.needed < replayed < closed.total
+    assert find_peak_rank_that_may_fit(spec, replayed) is not None
+    assert find_peak_rank_that_may_fit(spec, closed.needed - 1) is None
+
+
+def test_a_replay_of_more_micro_batches_than_the_schedule_repeats_has_the_same_memory() -> None:
+    few, many = (run("gpt2-8.3b", "sp2vpp4x3", 8, number) for number in (12, 400))
+    assert replay_rank(few) == replay_rank(many)
 
 
 def test_fifteen_samples_of_gpt2_xl_fit_an_h100_and_sixteen_run_out_of_memory() -> None:

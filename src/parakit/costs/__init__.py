@@ -82,7 +82,12 @@ if TYPE_CHECKING:
         workspace_bytes,
     )
     from parakit.costs.operations import Operation, Phase, describe_algorithm, wire_bytes
-    from parakit.costs.replay import find_peak_device_memory, supports_replay
+    from parakit.costs.replay import (
+        estimate_device_memory,
+        find_peak_device_memory,
+        find_peak_rank_that_may_fit,
+        supports_replay,
+    )
     from parakit.costs.schedules import (
         COMPARED_SCHEDULES,
         Event,
@@ -156,11 +161,13 @@ __all__ = [
     "distinct_ranks",
     "divisors",
     "embedding_collectives",
+    "estimate_device_memory",
     "estimate_rank_memory",
     "expert_collectives",
     "explain_vocabulary_change",
     "find_peak_device_memory",
     "find_peak_rank",
+    "find_peak_rank_that_may_fit",
     "find_peak_rank_within",
     "find_violations",
     "flops_by_convention",

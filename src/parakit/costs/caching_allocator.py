@@ -23,6 +23,13 @@ _LEAST_OWN_SEGMENT_BYTES = 10 * MIB
 """Least size for which the device is asked for a segment of just this size, rounded up to 2 MiB."""
 
 
+type AllocatorState = tuple[int, tuple[tuple[int, int], ...]]
+"""Address of the next segment, and size and address of each free block.
+
+An allocator whose live tensors are those of an earlier time, in an equal state, repeats what it did from that time on.
+"""
+
+
 class OutOfDeviceMemoryError(MemoryError):
     """No segment fits below the limit, even after all empty segments were given back."""
 
@@ -67,6 +74,11 @@ class CachingAllocator:
         """Bytes of all used blocks."""
         self.peak_live_bytes = 0
         """Largest number of live bytes so far."""
+
+    def snapshot(self) -> AllocatorState:
+        """Return the state of the allocator, as far as it decides where further blocks are placed."""
+        free = [(size, address) for blocks in self._free.values() for size, address, _ in blocks]
+        return self._next_address, tuple(free)
 
     def allocate(self, size: int) -> MemoryBlock:
         """Return a used block of at least `size` bytes: the smallest free one, or a part of a new segment.

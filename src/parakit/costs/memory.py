@@ -332,10 +332,13 @@ def estimate_rank_memory(spec: RunSpec, pipeline_rank: int = 0) -> PredictedMemo
     return memory
 
 
-def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> PredictedMemory | None:
+def _memory_within(
+    spec: RunSpec, pipeline_rank: int, limit: float, *, counts_reclaimable: bool = True
+) -> PredictedMemory | None:
     """Return the peak memory of one pipeline rank, or None if it exceeds `limit` bytes.
 
-    Model state and allocator are computed first. If they exceed the limit, activations are not computed.
+    Model state and allocator are computed first. If they exceed the limit, activations are not computed. Without
+    `counts_reclaimable`, reclaimable bytes are not compared with the limit.
     """
     parameters, precision = rank_parameters(spec, pipeline_rank), bytes_per_parameter(spec)
     trained = trained_parameters(spec, pipeline_rank)
@@ -344,7 +347,7 @@ def _memory_within(spec: RunSpec, pipeline_rank: int, limit: float) -> Predicted
     is_last = pipeline_rank == spec.parallelism.pipeline - 1
     fixed, reclaimable = _allocator_bytes(spec, precision.gradient_copies * updated, is_last)
     allocator = fixed + reclaimable
-    available = limit - sum(state) - allocator
+    available = limit - sum(state) - (allocator if counts_reclaimable else fixed)
     if available < 0:
         return None
     activations = activation_bytes(spec, pipeline_rank)
@@ -506,14 +509,21 @@ def find_peak_rank(spec: RunSpec) -> tuple[int, PredictedMemory]:
     return peak
 
 
-def find_peak_rank_within(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
+def find_peak_rank_within(
+    spec: RunSpec, limit: float, *, counts_reclaimable: bool = True
+) -> tuple[int, PredictedMemory] | None:
     """Return the pipeline rank with the peak memory, and its memory.
 
     The result is None if the memory of any rank exceeds `limit` bytes.
+
+    Args:
+        spec: The run.
+        limit: The limit in bytes.
+        counts_reclaimable: False to compare only the bytes with the limit that the allocator cannot return.
     """
     memory_by_rank = {}
     for rank in distinct_ranks(spec):
-        memory = _memory_within(spec, rank, limit)
+        memory = _memory_within(spec, rank, limit, counts_reclaimable=counts_reclaimable)
         if memory is None:
             return None
         memory_by_rank[rank] = memory

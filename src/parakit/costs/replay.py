@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import groupby
 from math import inf
 
@@ -21,11 +22,14 @@ from parakit.costs.activations import residual_bytes
 from parakit.costs.caching_allocator import CachingAllocator, MemoryBlock, OutOfDeviceMemoryError
 from parakit.costs.memory import (
     DEVICE_BASE_BYTES,
+    Precision,
     PredictedMemory,
     bytes_per_parameter,
     chunks_in_flight,
     embedding_bytes,
+    estimate_rank_memory,
     find_peak_rank,
+    find_peak_rank_within,
     held_parameters,
     logit_elements,
     placeholder_bytes,
@@ -36,6 +40,7 @@ _FP32_BYTES = 4
 _STATISTICS_PER_NORM = 2
 """Numbers in fp32 per token that a layer norm stores: mean and deviation. A root mean square norm stores one."""
 _DTYPES = ("fp16", "bf16")
+_USUAL_TYPES = StateTypes()
 
 
 @dataclass(frozen=True)
@@ -55,20 +60,46 @@ def find_peak_device_memory(
 ) -> tuple[int, PredictedMemory]:
     """Return the pipeline rank with the peak memory, and its memory as the device reports it.
 
+    The rank is that of the closed form (`find_peak_rank`). Its memory is that of `estimate_device_memory`.
+
+    Args:
+        spec: The run.
+        device_bytes: Memory of the device.
+    """
+    rank, _ = find_peak_rank(spec)
+    return rank, estimate_device_memory(spec, rank, device_bytes)
+
+
+def estimate_device_memory(
+    spec: RunSpec, pipeline_rank: int, device_bytes: float = inf
+) -> PredictedMemory:
+    """Return the memory of a pipeline rank as the device reports it.
+
     The allocator's bytes are replayed if the run is of a kind that the replay knows (`supports_replay`). Otherwise
     they are those of the closed form.
 
     Args:
         spec: The run.
+        pipeline_rank: The pipeline rank.
         device_bytes: Memory of the device. The replay gives empty segments back when the device is full. If that is
             not enough, the returned memory exceeds `device_bytes`.
     """
-    rank, memory = find_peak_rank(spec)
+    memory = estimate_rank_memory(spec, pipeline_rank)
     if not supports_replay(spec):
-        return rank, memory
-    replayed = replay_rank(spec, rank, device_bytes - DEVICE_BASE_BYTES)
+        return memory
+    replayed = replay_rank(spec, pipeline_rank, device_bytes - DEVICE_BASE_BYTES)
     total = DEVICE_BASE_BYTES + max(replayed.reserved, memory.live)
-    return rank, replace(memory, allocator=total - memory.live, reclaimable=0)
+    return replace(memory, allocator=total - memory.live, reclaimable=0)
+
+
+def find_peak_rank_that_may_fit(spec: RunSpec, limit: float) -> tuple[int, PredictedMemory] | None:
+    """Return the pipeline rank with the peak memory, and the closed form of its memory.
+
+    The result is None only if the memory of `find_peak_device_memory` exceeds `limit` bytes. For a run that is
+    replayed, the closed form is a lower bound without its reclaimable bytes: the allocator reserves at least the live
+    tensors, beside the bytes of the device's base. A replayed run may still exceed the limit by its gaps.
+    """
+    return find_peak_rank_within(spec, limit, counts_reclaimable=not supports_replay(spec))
 
 
 def supports_replay(spec: RunSpec) -> bool:
@@ -91,7 +122,7 @@ def supports_replay(spec: RunSpec) -> bool:
     has_known_state = (
         spec.dtype in _DTYPES
         and not spec.fp8_recipe
-        and spec.state_types == StateTypes()
+        and spec.state_types == _USUAL_TYPES
         and spec.optimizer == "adam"
         and not spec.lora
         and sharding in (Sharding.NONE, Sharding.ZERO1)
@@ -126,68 +157,154 @@ def replay_rank(spec: RunSpec, pipeline_rank: int = 0, limit: float = inf) -> Re
         pipeline_rank: The pipeline rank.
         limit: Bytes that the allocator may reserve.
     """
-    replayed = _RankReplay(spec, pipeline_rank, limit)
+    return _replay_iterations(_describe_rank(spec, pipeline_rank), limit)
+
+
+@dataclass(frozen=True)
+class _TensorSizes:
+    """Bytes of the tensors of one layer, of the embedding and of the loss, of one micro batch on one rank."""
+
+    hidden: int
+    """A hidden state. Sequence parallelism splits it."""
+    full_hidden: int
+    """A hidden state of all tokens of the sequence."""
+    queries: int
+    keys: int
+    norm_statistics: int
+    softmax_statistics: int
+    dropout_mask: int
+    wide_output: int
+    wide_input: int
+    logits: int
+    fp32_logits: int
+    table: int
+    embedding_mask: int
+    query_gradient: int
+    """Workspace of attention's backward, which adds up the gradient of the queries in fp32."""
+
+
+def _compute_sizes(spec: RunSpec) -> _TensorSizes:
+    """Return the bytes of the tensors of one micro batch."""
+    shape, tensor = spec.shape, spec.parallelism.tensor
+    tokens, element = spec.micro_batch_tokens, spec.element_bytes
+    hidden = residual_bytes(spec)
+    queries = element * tokens * shape.heads * shape.head_width // tensor
+    statistics = 1 if shape.rms_norm else _STATISTICS_PER_NORM
+    wide_output = element * tokens * shape.ffn_hidden // tensor
+    return _TensorSizes(
+        hidden=hidden,
+        full_hidden=element * tokens * shape.hidden,
+        queries=queries,
+        keys=element * tokens * shape.query_groups * shape.head_width // tensor,
+        norm_statistics=statistics * _FP32_BYTES * tokens // spec.sequence_shards,
+        softmax_statistics=_FP32_BYTES * tokens * shape.heads // tensor,
+        dropout_mask=hidden // element if spec.dropout else 0,
+        wide_output=wide_output,
+        wide_input=wide_output * (2 if shape.gated else 1),
+        logits=element * logit_elements(spec),
+        fp32_logits=_FP32_BYTES * logit_elements(spec),
+        table=element * spec.padded_vocabulary * shape.hidden // tensor,
+        embedding_mask=embedding_bytes(spec),
+        query_gradient=_FP32_BYTES * queries // element,
+    )
+
+
+@dataclass(frozen=True)
+class _RankDescription:
+    """Everything of a run that decides the allocations of one pipeline rank.
+
+    Strategies that differ only in how they spread replicas and sequences over ranks often have equal descriptions, so
+    that one replay serves all of them.
+    """
+
+    sizes: _TensorSizes
+    precision: Precision
+    tensors: tuple[int, ...]
+    """Elements of the weights, in the order in which they are allocated."""
+    updated_tensors: tuple[int, ...]
+    """Elements of the weights that the rank updates."""
+    shards_optimizer: bool
+    placeholder_bytes: int
+    is_first: bool
+    """True for the first pipeline rank, which has the embedding."""
+    is_last: bool
+    """True for the last pipeline rank, which has the loss."""
+    pipeline: int
+    layers_per_chunk: tuple[int, ...]
+    warmup: int
+    """Forwards of chunks until the first backward, with the forward before it."""
+    steps: int
+    """Forwards of chunks in an iteration."""
+    splits_sequence: bool
+    splits_heads: bool
+    is_rotary: bool
+
+
+def _describe_rank(spec: RunSpec, pipeline_rank: int) -> _RankDescription:
+    """Return what decides the allocations of a pipeline rank."""
+    split = spec.parallelism
+    layers_per_chunk = spec.layers_per_chunk(pipeline_rank)
+    elements = rank_tensors(spec, pipeline_rank)
+    tensors = _order_by_layer(elements, spec.num_layers_on_stage(pipeline_rank))
+    shards_optimizer = split.sharding is Sharding.ZERO1
+    updated_tensors = tensors
+    if shards_optimizer:
+        updated, _ = held_parameters(spec, pipeline_rank)
+        updated_tensors = _first_elements(tensors[::-1], updated)
+    # After warm-up, forward and backward alternate in the same way for every group of micro batches, so that one group
+    # more than the warm-up needs is enough.
+    chunks, warmup = len(layers_per_chunk), chunks_in_flight(spec, pipeline_rank)
+    steps_per_group = split.pipeline * chunks
+    enough_groups = -(-warmup // steps_per_group) + 1
+    return _RankDescription(
+        sizes=_compute_sizes(spec),
+        precision=bytes_per_parameter(spec),
+        tensors=tuple(tensors),
+        updated_tensors=tuple(updated_tensors),
+        shards_optimizer=shards_optimizer,
+        placeholder_bytes=placeholder_bytes(spec, pipeline_rank),
+        is_first=pipeline_rank == 0,
+        is_last=pipeline_rank == split.pipeline - 1,
+        pipeline=split.pipeline,
+        layers_per_chunk=layers_per_chunk,
+        warmup=warmup,
+        steps=min(spec.microbatches * chunks, enough_groups * steps_per_group),
+        splits_sequence=spec.sequence_shards > 1,
+        splits_heads=split.context > 1 and spec.cp_comm_type == "a2a",
+        is_rotary=not spec.shape.positions,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _replay_iterations(description: _RankDescription, limit: float) -> ReplayedMemory:
+    """Return the allocator's memory after four training iterations, as `replay_rank` describes them."""
+    replayed = _RankReplay(description, limit)
     allocator = replayed.allocator
     try:
         replayed.allocate_model()
-        for evaluates in (False, False, True, True):
-            if evaluates:
-                replayed.evaluate()
+        for _ in range(2):
             replayed.run_micro_batches()
             replayed.update()
+        for _ in range(2):
+            state = allocator.snapshot()
+            replayed.evaluate()
+            replayed.run_micro_batches()
+            replayed.update()
+            if allocator.snapshot() == state:
+                # A further iteration would start in the state of this one, so it would end in it too.
+                break
     except OutOfDeviceMemoryError as error:
         return ReplayedMemory(error.needed_bytes, allocator.peak_live_bytes, True)
     return ReplayedMemory(allocator.reserved_bytes, allocator.peak_live_bytes, False)
 
 
-class _TensorSizes:
-    """Bytes of the tensors of one layer, of the embedding and of the loss, of one micro batch on one rank."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        shape, tensor = spec.shape, spec.parallelism.tensor
-        tokens, element = spec.micro_batch_tokens, spec.element_bytes
-        self.hidden = residual_bytes(spec)
-        """A hidden state. Sequence parallelism splits it."""
-        self.full_hidden = element * tokens * shape.hidden
-        """A hidden state of all tokens of the sequence."""
-        self.queries = element * tokens * shape.heads * shape.head_width // tensor
-        self.keys = element * tokens * shape.query_groups * shape.head_width // tensor
-        statistics = 1 if shape.rms_norm else _STATISTICS_PER_NORM
-        self.norm_statistics = statistics * _FP32_BYTES * tokens // spec.sequence_shards
-        self.softmax_statistics = _FP32_BYTES * tokens * shape.heads // tensor
-        self.dropout_mask = self.hidden // element if spec.dropout else 0
-        self.wide_output = element * tokens * shape.ffn_hidden // tensor
-        self.wide_input = self.wide_output * (2 if shape.gated else 1)
-        self.logits = element * logit_elements(spec)
-        self.fp32_logits = _FP32_BYTES * logit_elements(spec)
-        self.table = element * spec.padded_vocabulary * shape.hidden // tensor
-        self.embedding_mask = embedding_bytes(spec)
-        self.query_gradient = _FP32_BYTES * self.queries // element
-        """Workspace of attention's backward, which adds up the gradient of the queries in fp32."""
-
-
 class _RankReplay:
     """Allocations of one pipeline rank, in Megatron's order."""
 
-    def __init__(self, spec: RunSpec, pipeline_rank: int, limit: float) -> None:
-        pipeline = spec.parallelism.pipeline
+    def __init__(self, description: _RankDescription, limit: float) -> None:
         self.allocator = CachingAllocator(limit)
-        self._spec = spec
-        self._rank = pipeline_rank
-        self._is_first = pipeline_rank == 0
-        self._is_last = pipeline_rank == pipeline - 1
-        self._layers_per_chunk = spec.layers_per_chunk(pipeline_rank)
-        self._sizes = _TensorSizes(spec)
-        self._splits_sequence = spec.sequence_shards > 1
-        self._splits_heads = spec.parallelism.context > 1 and spec.cp_comm_type == "a2a"
-        self._is_rotary = not spec.shape.positions
-        self._tensors = _order_by_layer(
-            rank_tensors(spec, pipeline_rank), spec.num_layers_on_stage(pipeline_rank)
-        )
-        self._updated_tensors = self._tensors
-        if spec.parallelism.sharding is Sharding.ZERO1:
-            updated, _ = held_parameters(spec, pipeline_rank)
-            self._updated_tensors = _first_elements(self._tensors[::-1], updated)
+        self._described = description
+        self._sizes = description.sizes
         self._gradient_copies: list[MemoryBlock] = []
         self._has_moments = False
 
@@ -197,29 +314,24 @@ class _RankReplay:
         The distributed optimizer copies the weights into one buffer, and the first copies are freed
         (`param_and_grad_buffer.py`).
         """
-        precision = bytes_per_parameter(self._spec)
-        elements = sum(self._tensors)
-        weights = [self._allocate(precision.weights * size) for size in self._tensors]
-        if self._spec.parallelism.sharding is Sharding.ZERO1:
+        described, precision = self._described, self._described.precision
+        elements = sum(described.tensors)
+        weights = [self._allocate(precision.weights * size) for size in described.tensors]
+        if described.shards_optimizer:
             self._allocate(precision.weights * elements)
             self._free(*weights)
         self._allocate(precision.gradients * elements)
-        for size in self._updated_tensors:
+        for size in described.updated_tensors:
             self._allocate(precision.main_parameters * size)
-        self._allocate(placeholder_bytes(self._spec, self._rank))
+        self._allocate(described.placeholder_bytes)
 
     def run_micro_batches(self) -> None:
         """Run forward and backward of all micro batches in the order of the pipeline's schedule."""
         self._free(*self._gradient_copies)
         self._gradient_copies = []
-        pipeline, chunks = self._spec.parallelism.pipeline, len(self._layers_per_chunk)
+        pipeline, chunks = self._described.pipeline, len(self._described.layers_per_chunk)
         waiting: list[deque[_Pass]] = [deque() for _ in range(chunks)]
-        warmup = chunks_in_flight(self._spec, self._rank)
-        # After warm-up, forward and backward alternate in the same way for every group of micro batches, so that one
-        # group more than the warm-up needs is enough.
-        steps_per_group = pipeline * chunks
-        enough_groups = -(-warmup // steps_per_group) + 1
-        steps = min(self._spec.microbatches * chunks, enough_groups * steps_per_group)
+        warmup, steps = self._described.warmup, self._described.steps
         for step in range(steps + warmup):
             if step < steps:
                 chunk = step // pipeline % chunks
@@ -233,21 +345,21 @@ class _RankReplay:
 
         The copies are live until the next forward.
         """
-        precision = bytes_per_parameter(self._spec)
+        precision, updated_tensors = self._described.precision, self._described.updated_tensors
         if precision.gradient_copies:
             self._gradient_copies = [
-                self._allocate(precision.gradient_copies * size) for size in self._updated_tensors
+                self._allocate(precision.gradient_copies * size) for size in updated_tensors
             ]
         if self._has_moments:
             return
-        for size in self._updated_tensors:
+        for size in updated_tensors:
             self._allocate(precision.adam // 2 * size)
             self._allocate(precision.adam // 2 * size)
         self._has_moments = True
 
     def evaluate(self) -> None:
         """Run forward of one micro batch, which stores nothing for a backward."""
-        for chunk in range(len(self._layers_per_chunk)):
+        for chunk in range(len(self._described.layers_per_chunk)):
             computed = self._forward(chunk, stores=False)
             self._free(*computed.head, *computed.embedding, computed.output)
 
@@ -266,12 +378,12 @@ class _RankReplay:
             stores: False for an evaluation, in which each tensor is freed when the next layer has its input.
         """
         embedding: list[MemoryBlock] = []
-        if self._is_first and chunk == 0:
+        if self._described.is_first and chunk == 0:
             hidden, embedding = self._embed()
         else:
             hidden = self._allocate(self._sizes.hidden)
         layers: list[dict[str, MemoryBlock]] = []
-        for _ in range(self._layers_per_chunk[chunk]):
+        for _ in range(self._described.layers_per_chunk[chunk]):
             stored, output = self._forward_layer()
             stored["input"] = hidden
             if stores:
@@ -280,7 +392,7 @@ class _RankReplay:
                 self._free(*stored.values())
             hidden = output
         head: list[MemoryBlock] = []
-        if self._is_last and chunk == len(self._layers_per_chunk) - 1:
+        if self._described.is_last and chunk == len(self._described.layers_per_chunk) - 1:
             head = self._compute_loss()
         return _Pass(embedding, layers, hidden, head)
 
@@ -304,7 +416,7 @@ class _RankReplay:
         gathered = self._gather()
         projection = self._allocate(sizes.queries + 2 * sizes.keys)
         self._free(*gathered)
-        if self._is_rotary:
+        if self._described.is_rotary:
             # Rotated queries and keys, and a contiguous copy of the values, replace the projection.
             stored["queries"] = self._allocate(sizes.queries)
             stored["keys"] = self._allocate(sizes.keys)
@@ -313,7 +425,7 @@ class _RankReplay:
         else:
             stored["projection"] = projection
         stored["attention"] = self._allocate(sizes.queries)
-        if self._splits_heads:
+        if self._described.splits_heads:
             # The second all-to-all splits the output by tokens again. Both forms are stored.
             stored["attention_by_tokens"] = self._allocate(sizes.queries)
         stored["softmax_statistics"] = self._allocate(sizes.softmax_statistics)
@@ -332,12 +444,12 @@ class _RankReplay:
 
     def _gather(self) -> list[MemoryBlock]:
         """Return the tensor that sequence parallelism gathers, in a list; an empty list without it."""
-        return [self._allocate(self._sizes.full_hidden)] if self._splits_sequence else []
+        return [self._allocate(self._sizes.full_hidden)] if self._described.splits_sequence else []
 
     def _project_and_add(self, mask_name: str, stored: dict[str, MemoryBlock]) -> MemoryBlock:
         """Return the sum of the residual and a row-parallel product, whose dropout mask is stored."""
         product = self._allocate(self._sizes.full_hidden)
-        if self._splits_sequence:
+        if self._described.splits_sequence:
             reduced = self._allocate(self._sizes.hidden)
             self._free(product)
             product = reduced
@@ -372,7 +484,7 @@ class _RankReplay:
         self._free(computed.output)
         for stored in reversed(computed.layers):
             gradient = self._backward_layer(stored, gradient)
-        if self._is_first and chunk == 0:
+        if self._described.is_first and chunk == 0:
             # The dense gradient of the embedding's table.
             self._free(self._allocate(sizes.table))
         self._free(gradient, *computed.embedding)
@@ -435,7 +547,7 @@ class _RankReplay:
 
     def _reduce(self, gradient: MemoryBlock) -> MemoryBlock:
         """Return a gradient, of which sequence parallelism keeps one part and frees the full tensor."""
-        if not self._splits_sequence:
+        if not self._described.splits_sequence:
             return gradient
         part = self._allocate(self._sizes.hidden)
         self._free(gradient)
