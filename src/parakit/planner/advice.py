@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from parakit.config.groups import Group
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Parallelism, Sharding, strategy_name
-from parakit.costs import PRECISIONS, adapter_parameters, find_peak_rank, total_parameters
+from parakit.costs import PRECISIONS, adapter_parameters, total_parameters
 from parakit.formatting.units import GIB, amount, duration, gib, joined, ms, percent, plural
 from parakit.planner.candidates import (
     build_unsharded_spec,
@@ -27,8 +27,10 @@ from parakit.planner.search import (
     Candidate,
     Plan,
     Request,
-    evaluate_configuration,
+    evaluate_closed_form,
     rank_candidate_preferences,
+    replay_first_fitting,
+    replay_memory,
 )
 from parakit.planner.ties import ROOMY_FRACTION, TIE_RATIO, find_deciding_field
 from parakit.planner.time.cluster import Cluster, find_route
@@ -170,12 +172,31 @@ def find_best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate
     The best candidate is the fastest recommended one. If no candidate of a kind is recommended, it is the candidate
     with the least memory. Kinds that cannot be split evenly over the devices are missing.
     """
-    best: dict[StrategyFamily, Candidate] = {}
+    candidates_by_family: dict[StrategyFamily, list[Candidate]] = {}
     for candidate in _enumerate_single_kind_candidates(request):
         family = strategy_family(candidate.spec.parallelism)
-        if family not in best or _preference(candidate) < _preference(best[family]):
-            best[family] = candidate
-    return best
+        candidates_by_family.setdefault(family, []).append(candidate)
+    return {
+        family: _choose_best(request, candidates)
+        for family, candidates in candidates_by_family.items()
+    }
+
+
+def _choose_best(request: Request, candidates: Sequence[Candidate]) -> Candidate:
+    """Return the fastest recommended candidate, or the one with the least memory if none is recommended.
+
+    The memory of the result is replayed, if the replay knows the run.
+
+    Args:
+        request: The request of the candidates.
+        candidates: Candidates with the memory of the closed form, at least one.
+    """
+    by_time = sorted(candidates, key=lambda candidate: candidate.seconds.total)
+    fastest = replay_first_fitting(request, by_time)
+    if fastest is not None:
+        return fastest
+    lightest = min(candidates, key=lambda candidate: candidate.memory.total)
+    return replay_memory(request, lightest)
 
 
 def use_sentence(spec: RunSpec) -> str:
@@ -419,9 +440,9 @@ def bottleneck_sentence(plan: Plan) -> str:
 
 
 def _enumerate_single_kind_candidates(request: Request) -> Iterator[Candidate]:
-    """Yield the evaluated candidate of every configuration that uses at most one kind of parallelism.
+    """Yield the candidate of every configuration that uses at most one kind of parallelism.
 
-    Micro batch size, recomputation, sharding and virtual stages vary.
+    Micro batch size, recomputation, sharding and virtual stages vary. The memory is that of the closed form.
     """
     template, devices = request.template, request.cluster.devices
     expert_tensor = template.parallelism.expert_tensor
@@ -433,14 +454,7 @@ def _enumerate_single_kind_candidates(request: Request) -> Iterator[Candidate]:
             for recompute in list_recomputes(template):
                 plain = build_unsharded_spec(template, split, size, recompute)
                 for spec in enumerate_variants(plain):
-                    yield evaluate_configuration(request, spec, find_peak_rank(spec))
-
-
-def _preference(candidate: Candidate) -> tuple[bool, float]:
-    """Return a sort key: recommended candidates first, by time, then the others by memory."""
-    if candidate.is_recommended:
-        return False, candidate.seconds.total
-    return True, float(candidate.memory.total)
+                    yield evaluate_closed_form(request, spec)
 
 
 def _round_bytes(size_bytes: float) -> str:
@@ -455,7 +469,8 @@ def one_device_sentence(request: Request, winner: Candidate) -> str:
     """
     unsplit = replace(request.template, parallelism=Parallelism())
     single = replace(request, cluster=replace(request.cluster, devices=1), template=unsplit)
-    best = min(_enumerate_single_kind_candidates(single), key=_preference, default=None)
+    candidates = list(_enumerate_single_kind_candidates(single))
+    best = _choose_best(single, candidates) if candidates else None
     dtype, device = request.template.dtype, request.cluster.device
     state_bytes = total_parameters(request.template.shape) * sum(astuple(PRECISIONS[dtype]))
     if best is None or not best.fits:

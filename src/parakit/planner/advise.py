@@ -21,7 +21,7 @@ from parakit.planner.advice import (
     runner_up_sentence,
     strategy_family,
 )
-from parakit.planner.search import Candidate, Plan, Request, resize_request, search_configurations
+from parakit.planner.search import Candidate, Plan, Request, resize_request, search_tied_strategies
 from parakit.planner.verdict import MOST_RECOMMENDED_FRACTION
 
 if TYPE_CHECKING:
@@ -35,8 +35,6 @@ INFERENCE = (
 _LEAST_GAIN = 1.10
 """Ratio of two predicted times from which another trainer is worth the change. Predictions err by several percent, so a
 smaller gain may not exist."""
-_NUM_RANKED = 8
-"""Ranked strategies among which the winner's split is searched under other circumstances."""
 
 
 def print_answers(plan: Plan, console: Console) -> None:
@@ -206,7 +204,7 @@ def describe_changes(plan: Plan, winner: Candidate) -> str:
     """
     sentences, unchanged = [], []
     for circumstance, request in _enumerate_variations(plan.request):
-        ranked = search_configurations(request, kept=_NUM_RANKED).ranked
+        ranked = search_tied_strategies(request)
         if not ranked:
             sentences.append(f"With {circumstance} nothing fits.")
             continue

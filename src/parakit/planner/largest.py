@@ -19,7 +19,11 @@ from parakit.config.model import GPT2_VOCABULARY, ModelShape
 from parakit.config.recompute import Recompute
 from parakit.config.run import RunSpec
 from parakit.config.strategy import Batch, parse_strategy
-from parakit.costs import find_peak_rank, total_parameters
+from parakit.costs import (
+    find_peak_device_memory,
+    find_peak_rank_that_may_fit,
+    total_parameters,
+)
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
 from parakit.formatting.terminal import wide_console
@@ -84,40 +88,47 @@ def find_largest_models(
     Most strategies have one kind of parallelism. Tensor and context parallelism are tried only inside a node. Two
     further strategies combine tensor and sequence parallelism with pipeline stages or with replicas.
     """
-    capacity = recommended_bytes(device.memory_bytes)
     models = []
     for name in _list_strategies(devices, device.domain):
         for recompute in (Recompute.NONE, Recompute.FULL):
             specs = _enumerate_growing_models(name, devices, seq_length, dtype)
             recomputing = (replace(spec, recompute=recompute) for spec in specs)
-            models.append(_find_largest_fitting(name, recompute, recomputing, capacity))
+            largest = _find_largest_fitting(name, recompute, recomputing, device.memory_bytes)
+            models.append(largest)
     return models
 
 
 def _find_largest_fitting(
-    strategy: str, recompute: Recompute, specs: Iterable[RunSpec], capacity: int
+    strategy: str, recompute: Recompute, specs: Iterable[RunSpec], device_bytes: int
 ) -> LargestModel:
-    """Return the last of some growing models whose peak memory is at most `capacity` bytes.
+    """Return the last of some growing models whose peak memory may be recommended on a device.
 
-    The search ends with the first model that does not fit and that has clearly more parameters than the last one
-    that did.
+    The models that may fit by the closed form are listed first. The list ends with the first model that does not fit
+    and that has clearly more parameters than the last one that did. The memory of the listed models is then replayed,
+    if the replay knows them, from the largest model to the first one that fits.
     """
-    best = LargestModel(strategy, str(recompute))
+    capacity = recommended_bytes(device_bytes)
+    candidates: list[RunSpec] = []
+    most_parameters = 0
     for spec in specs:
-        _, memory = find_peak_rank(spec)
         parameters = total_parameters(spec.shape)
+        if find_peak_rank_that_may_fit(spec, capacity):
+            candidates.append(spec)
+            most_parameters = parameters
+        elif parameters > _ROUNDING_RATIO * most_parameters:
+            break
+    for spec in reversed(candidates):
+        _, memory = find_peak_device_memory(spec, device_bytes)
         if memory.total <= capacity:
-            best = LargestModel(
+            return LargestModel(
                 strategy,
                 str(recompute),
-                parameters=parameters,
+                parameters=total_parameters(spec.shape),
                 layers=spec.shape.layers,
                 hidden=spec.shape.hidden,
                 memory_bytes=memory.total,
             )
-        elif parameters > _ROUNDING_RATIO * best.parameters:
-            break
-    return best
+    return LargestModel(strategy, str(recompute))
 
 
 def _list_strategies(devices: int, domain: int) -> list[str]:

@@ -25,13 +25,7 @@ from parakit.config.strategy import (
     parse_strategy,
 )
 from parakit.config.variable_groups import PLAN
-from parakit.costs import (
-    PredictedMemory,
-    find_peak_device_memory,
-    find_violations,
-    host_bytes,
-    supports_replay,
-)
+from parakit.costs import find_violations, host_bytes
 from parakit.formatting.presented import Presented
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.table import Column, Table, rich_table
@@ -140,19 +134,9 @@ def time_strategy(options: PlanOptions, *, copies_attention_mask: bool = False) 
         refuse_imbalance(options.imbalance, spec.shape, parallelism.expert)
     return TimedStrategy(
         request,
-        evaluate_configuration(request, spec, _replay_memory(request, spec)),
+        evaluate_configuration(request, spec),
         list_ignored_flags(request, is_one_strategy=True),
     )
-
-
-def _replay_memory(request: Request, spec: RunSpec) -> tuple[int, PredictedMemory] | None:
-    """Return the pipeline rank with the peak memory, and its memory with the gaps of PyTorch's allocator.
-
-    The result is None for runs whose allocations the replay does not know.
-    """
-    if not supports_replay(spec):
-        return None
-    return find_peak_device_memory(spec, request.cluster.device.memory_bytes)
 
 
 def _parse_named_strategy(options: PlanOptions) -> Parallelism:

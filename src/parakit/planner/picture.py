@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from parakit.config.recompute import Recompute
 from parakit.config.strategy import Parallelism
-from parakit.costs import COMPONENTS, estimate_rank_memory
+from parakit.costs import COMPONENTS, estimate_device_memory
 from parakit.formatting.svg import svg_figure
 from parakit.formatting.units import GIB
 from parakit.planner.advice import StrategyFamily, strategy_family
@@ -91,7 +91,7 @@ def _draw_candidates(axes: Axes, plan: Plan) -> None:
     axes.set_xscale("log")
     axes.set_ylim(0, capacity * 1.1)
     axes.set_xlabel("seconds per iteration (log scale)")
-    axes.set_ylabel("GiB on the rank with the peak memory")
+    axes.set_ylabel("GiB on the rank with the peak memory, closed form")
     axes.set_title("Time against memory: lower left is better", loc="left")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
     axes.xaxis.set_major_formatter("{x:g}")
@@ -146,7 +146,8 @@ def _draw_ranks(axes: Axes, plan: Plan) -> None:
     assert winner is not None
     pipeline = winner.spec.parallelism.pipeline
     ranks = sorted({0, min(1, pipeline - 1), pipeline - 1})
-    bars = [estimate_rank_memory(winner.spec, rank) for rank in ranks]
+    device_bytes = plan.request.cluster.device.memory_bytes
+    bars = [estimate_device_memory(winner.spec, rank, device_bytes) for rank in ranks]
     positions = range(len(ranks))
     bottoms = [0.0] * len(bars)
     for name in COMPONENTS:
@@ -154,7 +155,7 @@ def _draw_ranks(axes: Axes, plan: Plan) -> None:
         colour, label = _COMPONENT_COLOURS[name], name.replace("_", " ")
         axes.bar(positions, heights, 0.55, bottom=bottoms, color=colour, label=label)
         bottoms = [bottom + height for bottom, height in zip(bottoms, heights, strict=True)]
-    capacity = plan.request.cluster.device.memory_bytes / GIB
+    capacity = device_bytes / GIB
     axes.axhline(capacity, color="#B00020", linewidth=1, linestyle="--")
     for position, total in enumerate(bottoms):
         style: dict[str, Any] = {"ha": "center", "va": "bottom", "bbox": _TEXT_BACKGROUND}

@@ -7,8 +7,14 @@ recomputed, that context parallelism sends nothing, and that time per sample is 
 
 Every further choice can only raise the bound: the kind of sharding, the micro batch, the recomputation, and the
 algorithm of context parallelism. So the search makes these choices one after another, for the lowest bound first. It
-stops when no bound is below the tenth best time. The ranking equals that of an exhaustive search, which a test compares
-with. A second test compares bounds of random choices with the times of configurations.
+evaluates a configuration when no lower bound is left, so configurations come in the order of time. It stops after the
+tenth strategy that fits. The ranking equals that of an exhaustive search, which a test compares with. A second test
+compares bounds of random choices with the times of configurations.
+
+The memory of each strategy in a plan is that of STRATEGY=: a replay of PyTorch's allocator, if the replay knows the run
+(`parakit.costs.find_peak_device_memory`). A replay takes 10 to 200 ms, so the closed form decides first. For runs that
+are replayed, it is a lower bound and drops only configurations that do not fit. The others are replayed in the order of
+time, when their turn comes. A configuration that does not fit by the replay gives its turn to the next one.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import cached_property
 from itertools import count
 from math import exp, inf
 from typing import NamedTuple
@@ -31,11 +38,14 @@ from parakit.config.stages import virtual_degrees
 from parakit.config.strategy import Batch, Parallelism, Sharding, parse_strategy, strategy_name
 from parakit.costs import (
     PredictedMemory,
+    find_peak_device_memory,
     find_peak_rank,
+    find_peak_rank_that_may_fit,
     find_peak_rank_within,
     find_violations,
     iteration_flops,
     mfu,
+    supports_replay,
 )
 from parakit.planner.candidates import (
     apply_sharding,
@@ -82,6 +92,9 @@ MOST_TENSOR_ACROSS_NODES = 8
 """Largest degree of tensor parallelism that a search tries on nodes with fewer devices. It tries larger degrees only
 inside a node, because nobody splits each matrix product over a network."""
 _MOST_DEVICES = 65536
+_ROUNDING_SLACK = 1 + 1e-9
+"""Factor by which a bound may exceed the time of its configurations by rounding. Bounds up to this factor above a time
+are narrowed first, so that of two equal times the one with less memory is found."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,11 @@ class Request:
         """Most bytes per rank of a strategy that may be recommended."""
         return recommended_bytes(self.cluster.device.memory_bytes)
 
+    @cached_property
+    def has_replayed_runs(self) -> bool:
+        """True if the replay of PyTorch's allocator knows some runs of the search."""
+        return supports_replay(replace(self.template, recompute=Recompute.NONE))
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -115,7 +133,8 @@ class Candidate:
 
     spec: RunSpec
     memory: PredictedMemory
-    """Memory of the rank with the peak memory."""
+    """Memory of the rank with the peak memory: of the replay, if `supports_replay`, or else of the closed form.
+    Candidates in `Plan.examined` have the memory of the closed form."""
     memory_rank: int
     """Pipeline rank with the peak memory."""
     seconds: IterationSeconds
@@ -156,7 +175,8 @@ class Plan:
     """The candidate with the least memory, which is the closest miss if nothing fits. None if there is no legal
     combination."""
     examined: tuple[Candidate, ...]
-    """All candidates that were evaluated in full, for pictures."""
+    """All candidates that were evaluated in full, for pictures. Their memory is that of the closed form, because there
+    are too many to replay."""
 
     @property
     def winner(self) -> Candidate | None:
@@ -185,8 +205,11 @@ def search_configurations(request: Request, kept: int = MOST_RANKED, slack: floa
         NoPeakError: The device has no matrix rate in the requested dtype.
     """
     legal, bounds, lightest = _bound_all_splits(request)
-    best, examined = _search_bounds(request, bounds, kept, slack)
-    fitting = list(best)
+    search = _FastestFirst(request, bounds)
+    fitting = search.find_fastest(kept)
+    if slack > 1 and len(fitting) >= kept:
+        search.examine_within(slack * fitting[kept - 1].seconds.total)
+    examined = search.examined
     if request.own_runs.residuals:
         # The bounds know nothing of the user's own runs, so their corrections reorder only what was kept.
         fastest = sorted(fitting, key=_sort_key)[:kept]
@@ -197,59 +220,130 @@ def search_configurations(request: Request, kept: int = MOST_RANKED, slack: floa
     return Plan(request, legal, tuple(ranked), closest, tuple(examined))
 
 
-def _search_bounds(
-    request: Request, bounds: list[_Bound], kept: int, slack: float
-) -> tuple[Iterable[Candidate], list[Candidate]]:
-    """Return the fastest fitting candidate per strategy, and all candidates that were evaluated.
+def search_tied_strategies(request: Request) -> tuple[Candidate, ...]:
+    """Search as `search_configurations` does, and return only the strategies whose times are tied with the fastest.
 
-    The function takes the lowest bound from `bounds`, a heap by seconds, and evaluates its configurations. It stops
-    when the lowest bound exceeds the time of the `kept`-th strategy times `slack`. Strategies that are tied with the
-    fastest are found in any case.
+    The preferred strategy comes first, then the remaining ones by time. The result is empty if nothing fits. The user's
+    own runs correct the times after the search, so that some strategies may no longer be tied.
     """
-    limit = inf
-    best: dict[Parallelism, Candidate] = {}
-    examined: list[Candidate] = []
-    while bounds:
-        bound = heapq.heappop(bounds)
-        if bound.seconds > limit:
-            break
-        if bound.unchosen:
-            for narrower in _narrow_bound(request, bound):
-                heapq.heappush(bounds, narrower)
-            continue
-        for candidate in _evaluate_variants(request, bound, limit):
-            examined.append(candidate)
-            # Strategies that differ only in the number of virtual stages count as one.
+    _, bounds, _ = _bound_all_splits(request)
+    fitting = _FastestFirst(request, bounds).find_fastest(1)
+    corrected = [_correct_by_own_runs(request, candidate) for candidate in fitting]
+    return tuple(_put_preferred_first(request, sorted(corrected, key=_sort_key)))
+
+
+class _FastestFirst:
+    """The strategies of a request that fit, in the order of time. Each is evaluated only when it is its turn."""
+
+    def __init__(self, request: Request, bounds: list[_Bound]) -> None:
+        """Start the search.
+
+        Args:
+            request: Model, cluster and batch.
+            bounds: Bounds of all configurations, as a heap by seconds. The search changes the list.
+        """
+        self._request = request
+        self._bounds = bounds
+        self._variants: list[tuple[float, int, RunSpec]] = []
+        """Heap of configurations without open choices: lower bound on seconds, serial number and run."""
+        self._evaluated: list[tuple[tuple[float, int, str], int, Candidate]] = []
+        """Heap of candidates whose turn has not come, by `_sort_key` and serial number."""
+        self._found: set[Parallelism] = set()
+        """Strategies that were returned, without their number of virtual stages."""
+        self.examined: list[Candidate] = []
+        """All candidates so far that may fit, with the memory of the closed form."""
+
+    def find_fastest(self, number: int) -> list[Candidate]:
+        """Return the fastest `number` strategies, and all strategies whose times are tied with the fastest.
+
+        The list is shorter if fewer strategies fit.
+        """
+        fastest: list[Candidate] = []
+        limit = inf
+        while candidate := self.find_next(limit):
+            fastest.append(candidate)
+            if len(fastest) >= number:
+                tie_limit = TIE_RATIO * fastest[0].seconds.total
+                limit = max(fastest[number - 1].seconds.total, tie_limit)
+        return fastest
+
+    def find_next(self, limit: float) -> Candidate | None:
+        """Return the fastest candidate of a new strategy, or None if none within `limit` seconds is left.
+
+        Strategies that differ only in the number of virtual stages count as one. The candidate's memory is replayed,
+        and leaves the part of the device free that plans keep free.
+        """
+        while True:
+            fastest = self._evaluated[0][0][0] if self._evaluated else inf
+            if self._narrow_lowest(min(limit, fastest) * _ROUNDING_SLACK):
+                continue
+            if not self._evaluated or fastest > limit:
+                return None
+            _, _, candidate = heapq.heappop(self._evaluated)
             strategy = replace(candidate.spec.parallelism, virtual_stages=1)
-            if strategy not in best or _sort_key(candidate) < _sort_key(best[strategy]):
-                best[strategy] = candidate
-        if len(best) >= kept:
-            slowest_kept = _nth_fastest_seconds(best.values(), kept)
-            fastest = _nth_fastest_seconds(best.values(), 1)
-            limit = max(slack * slowest_kept, TIE_RATIO * fastest)
-    return best.values(), examined
+            if strategy in self._found:
+                continue
+            replayed = replay_memory(self._request, candidate)
+            if replayed.is_recommended:
+                self._found.add(strategy)
+                return replayed
+
+    def examine_within(self, limit: float) -> None:
+        """Evaluate all configurations whose bound is at most `limit` seconds, and add them to `examined`."""
+        while self._narrow_lowest(limit):
+            pass
+
+    def _narrow_lowest(self, limit: float) -> bool:
+        """Narrow the lowest bound, or evaluate its configuration. Return False if it exceeds `limit` seconds."""
+        lowest_bound = self._bounds[0].seconds if self._bounds else inf
+        lowest_variant = self._variants[0][0] if self._variants else inf
+        if not (self._bounds or self._variants) or min(lowest_bound, lowest_variant) > limit:
+            return False
+        if lowest_variant < lowest_bound:
+            _, _, spec = heapq.heappop(self._variants)
+            candidate = _evaluate_variant(self._request, spec)
+            if candidate:
+                self.examined.append(candidate)
+                entry = (_sort_key(candidate), next(_numbers), candidate)
+                heapq.heappush(self._evaluated, entry)
+            return True
+        bound = heapq.heappop(self._bounds)
+        if bound.unchosen:
+            for narrower in _narrow_bound(self._request, bound):
+                heapq.heappush(self._bounds, narrower)
+            return True
+        for spec in enumerate_variants(bound.plain, bound.shardings):
+            seconds = bound.fixed + bound.ramp / spec.parallelism.virtual_stages
+            heapq.heappush(self._variants, (seconds, next(_numbers), spec))
+        return True
 
 
-def _evaluate_variants(request: Request, bound: _Bound, limit: float) -> Iterator[Candidate]:
-    """Yield a candidate for each number of virtual stages and each sharding of a bound without open choices.
+def _evaluate_variant(request: Request, spec: RunSpec) -> Candidate | None:
+    """Return the candidate of a configuration with the memory of the closed form, or None if it cannot fit.
 
-    Candidates whose bound exceeds `limit` seconds are left out. So are candidates that need more memory than may be
-    recommended.
+    A configuration that does not fit with DeepEP's buffers is evaluated without them.
     """
-    for spec in enumerate_variants(bound.plain, bound.shardings):
-        if bound.fixed + bound.ramp / spec.parallelism.virtual_stages > limit:
-            continue
-        peak = find_peak_rank_within(spec, request.capacity)
-        if peak:
-            yield _predict(request, spec, peak)
-            continue
-        # DeepEP's buffers may be what does not fit.
-        plain_dispatcher = request.template.token_dispatcher
-        if spec.token_dispatcher is not plain_dispatcher:
-            lighter = replace(spec, token_dispatcher=plain_dispatcher)
-            peak = find_peak_rank_within(lighter, request.capacity)
-            if peak:
-                yield _predict(request, lighter, peak)
+    peak = find_peak_rank_that_may_fit(spec, request.capacity)
+    plain_dispatcher = request.template.token_dispatcher
+    if peak is None and spec.token_dispatcher is not plain_dispatcher:
+        spec = replace(spec, token_dispatcher=plain_dispatcher)
+        peak = find_peak_rank_that_may_fit(spec, request.capacity)
+    return _predict(request, spec, peak) if peak else None
+
+
+def replay_memory(request: Request, candidate: Candidate) -> Candidate:
+    """Return a candidate with the memory of `find_peak_device_memory`, and with the verdict that follows from it."""
+    spec, cluster = candidate.spec, request.cluster
+    if not supports_replay(spec):
+        return candidate
+    peak_rank, memory = find_peak_device_memory(spec, cluster.device.memory_bytes)
+    return replace(
+        candidate,
+        memory=memory,
+        memory_rank=peak_rank,
+        is_recommended=memory.total <= request.capacity,
+        verdict=judge_fit_on_cluster(spec, memory, cluster),
+    )
 
 
 def _put_preferred_first(request: Request, ranked: list[Candidate]) -> list[Candidate]:
@@ -274,19 +368,41 @@ def rank_candidate_preferences(
     return rank_preferences(seconds, memory.__getitem__, request.cluster)
 
 
-def evaluate_configuration(
-    request: Request, spec: RunSpec, fullest: tuple[int, PredictedMemory] | None = None
-) -> Candidate:
+def evaluate_configuration(request: Request, spec: RunSpec) -> Candidate:
     """Predict memory, time and rates of one configuration. The user's own runs correct the time.
+
+    This is the prediction for a strategy that the user names, and for every strategy in a plan. The memory is replayed
+    if the replay knows the run.
 
     Args:
         request: The request with the cluster and the user's own runs.
-        spec: The configuration.
-        fullest: Pipeline rank with the peak memory, and its memory. None computes both.
+        spec: The configuration, to which the request's options for experts are added.
     """
-    if fullest is None:
-        spec = choose_expert_options(spec, request.expert_options).apply_to_spec(spec)
-    return _correct_by_own_runs(request, _predict(request, spec, fullest or find_peak_rank(spec)))
+    return replay_memory(request, evaluate_closed_form(request, spec))
+
+
+def evaluate_closed_form(request: Request, spec: RunSpec) -> Candidate:
+    """Predict a configuration as `evaluate_configuration` does, but with the closed form's memory in every case.
+
+    The result is only for choosing among many configurations. `replay_first_fitting` replays the chosen one.
+    """
+    spec = choose_expert_options(spec, request.expert_options).apply_to_spec(spec)
+    return _correct_by_own_runs(request, _predict(request, spec, find_peak_rank(spec)))
+
+
+def replay_first_fitting(request: Request, candidates: Iterable[Candidate]) -> Candidate | None:
+    """Return the first candidate that may be recommended by its replayed memory, or None if none of them may.
+
+    Args:
+        request: The request of the candidates.
+        candidates: Candidates with the memory of the closed form.
+    """
+    for candidate in candidates:
+        if find_peak_rank_that_may_fit(candidate.spec, request.capacity):
+            replayed = replay_memory(request, candidate)
+            if replayed.is_recommended:
+                return replayed
+    return None
 
 
 def reevaluate_plan(plan: Plan, request: Request) -> Plan:
@@ -450,13 +566,19 @@ def _bound_all_splits(request: Request) -> tuple[int, list[_Bound], RunSpec | No
         smallest = min_memory_variant(
             build_unsharded_spec(template, split, sizes[0], Recompute.FULL)
         )
-        peak = find_peak_rank_within(smallest, max(request.capacity, least_bytes))
+        peak = find_peak_rank_within(
+            smallest,
+            max(request.capacity, least_bytes),
+            counts_reclaimable=not request.has_replayed_runs,
+        )
         if not peak:
             continue
         _, memory = peak
         if memory.total < least_bytes:
             least_bytes, lightest = memory.total, smallest
-        if memory.total <= request.capacity:
+        # The replay of a run without recomputation may leave out the reclaimable bytes.
+        least_total = memory.needed if request.has_replayed_runs else memory.total
+        if least_total <= request.capacity:
             plain = build_unsharded_spec(template, split, sizes[0], Recompute.NONE)
             options = choose_expert_options(plain, request.expert_options)
             plain = options.apply_to_spec(plain)
@@ -607,12 +729,15 @@ def _can_fit(request: Request, plain: RunSpec, shardings: tuple[Sharding, ...]) 
     """Return True if a run without virtual stages fits with the last of the shardings.
 
     DeepEP's buffers are not counted, because the search falls back to the template's dispatcher if they do not fit.
+    Reclaimable bytes are not counted if some runs of the search are replayed, because a replay may have fewer of them.
     """
     dispatcher = request.template.token_dispatcher
     if plain.token_dispatcher is not dispatcher:
         plain = replace(plain, token_dispatcher=dispatcher)
     sharded = apply_sharding(plain, shardings[-1])
-    return find_peak_rank_within(sharded, request.capacity) is not None
+    counts_reclaimable = not request.has_replayed_runs
+    peak = find_peak_rank_within(sharded, request.capacity, counts_reclaimable=counts_reclaimable)
+    return peak is not None
 
 
 def _drop_sizes_that_never_fit(
@@ -716,12 +841,6 @@ def _count_combinations(template: RunSpec, split: Parallelism, sizes: list[int])
 def _sort_key(candidate: Candidate) -> tuple[float, int, str]:
     """Return seconds, bytes and strategy, by which candidates are ranked."""
     return candidate.seconds.total, candidate.memory.total, candidate.strategy
-
-
-def _nth_fastest_seconds(candidates: Iterable[Candidate], number: int) -> float:
-    """Return the iteration seconds of the `number`-th fastest candidate."""
-    seconds = (candidate.seconds.total for candidate in candidates)
-    return heapq.nsmallest(number, seconds)[-1]
 
 
 def evaluate_single_axis_strategies(request: Request) -> list[Candidate]:

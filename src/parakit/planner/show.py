@@ -25,6 +25,7 @@ from parakit.costs import (
     explain_vocabulary_change,
     host_bytes,
     sum_bytes_by_group,
+    supports_replay,
     total_wire_bytes,
 )
 from parakit.formatting.table import Column, Table, rich_table
@@ -142,6 +143,7 @@ def encode_candidate(request: Request, candidate: Candidate) -> dict[str, Any]:
         "mfu": candidate.mfu,
         "memory_bytes": candidate.memory.total,
         "memory_rank": candidate.memory_rank,
+        "memory_estimate": "replay" if supports_replay(spec) else "closed form",
         "host_memory_bytes": host_bytes(spec, candidate.memory_rank),
         "memory": {name: getattr(candidate.memory, name) for name in COMPONENTS},
         "communication": _sent_bytes_by_group(spec),
