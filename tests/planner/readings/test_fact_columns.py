@@ -30,7 +30,12 @@ def state_facts(measurement: PublishedMeasurement) -> PublishedMeasurement:
         convert_measurement(measurement).spec,
         convert_measurement(measurement).cluster.execution,
     )
-    stated = {name: value for name, value in facts.items() if name in FACT_COLUMNS}
+    stated = {
+        # A column holds several numbers as a tuple, and `sources.yaml` as a list.
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in facts.items()
+        if name in FACT_COLUMNS
+    }
     stated |= {"graphs": execution.graphs, "peft": str(spec.lora or "none")}
     return replace(
         measurement,

@@ -35,7 +35,7 @@ def test_interval_spans_factor_two_without_measurements_of_another_source(
     missed = [
         residual for residual in same_source_residuals if abs(log(1 + residual.error)) < log(2)
     ]
-    assert all(errors.covers(residual, 0.80, elsewhere=True) for residual in missed)
+    assert all(0.80 in errors.find_covering_levels(residual, elsewhere=True) for residual in missed)
     few = PredictionErrors.collect(same_source_residuals[:19])
     assert few.interval(item, 0.80) == pytest.approx((item.predicted / 2, item.predicted * 2))
 

@@ -84,6 +84,10 @@ class PredictionErrors:
 
     def __init__(self, errors_by_features: Mapping[ErrorFeatures, list[_Error]]) -> None:
         self._errors = errors_by_features
+        self._features_by_kind: dict[tuple[str, ...], list[tuple[int, ErrorFeatures]]] = {}
+        """Features of all errors with their numbers in order, by kind of run."""
+        for number, features in enumerate(errors_by_features):
+            self._features_by_kind.setdefault(features.kind, []).append((number, features))
         self._by_distance: dict[ErrorFeatures, list[tuple[float, ErrorFeatures]]] = {}
         self._intervals: dict[tuple[ErrorFeatures, int, str], dict[float, Interval]] = {}
 
@@ -120,13 +124,14 @@ class PredictionErrors:
         smallest_value, largest = item.ranged or (item.predicted, item.predicted)
         return smallest_value * exp(low), largest * exp(high)
 
-    def covers(self, item: Residual, level: float, elsewhere: bool = False) -> bool:
-        """Return True if the published figure lies inside the interval of its prediction at a level.
+    def find_covering_levels(self, item: Residual, elsewhere: bool = False) -> frozenset[float]:
+        """Return the levels at which the published figure lies inside the interval of its prediction.
 
-        If `elsewhere` is True, the interval is made only from errors of other sources than the measurement's.
+        If `elsewhere` is True, the intervals are made only from errors of other sources than the measurement's.
         """
-        low, high = self._intervals_of(item, elsewhere)[level]
-        return low <= log(1 + item.error) <= high
+        error = log(1 + item.error)
+        intervals = self._intervals_of(item, elsewhere)
+        return frozenset(level for level, (low, high) in intervals.items() if low <= error <= high)
 
     def expected(self, spec: RunSpec, cluster: Cluster, seconds: float) -> TimeInterval | None:
         """Return the intervals of a predicted time per iteration; None if too few similar runs were measured."""
@@ -181,12 +186,7 @@ class PredictionErrors:
         `_FEWEST_ERRORS` errors, it is empty.
         """
         if features not in self._by_distance:
-            near = []
-            for other in self._errors:
-                distance = _distance(features, other)
-                if distance < _MOST_DISTANCE:
-                    near.append((distance, other))
-            self._by_distance[features] = sorted(near, key=itemgetter(0))
+            self._by_distance[features] = self._sort_by_distance(features)
         errors: list[_Error] = []
         last_distance = 0.0
         for distance, other in self._by_distance[features]:
@@ -195,6 +195,22 @@ class PredictionErrors:
             errors += [error for error in self._errors[other] if keep(error)]
             last_distance = distance
         return errors if len(errors) >= _FEWEST_ERRORS else []
+
+    def _sort_by_distance(self, features: ErrorFeatures) -> list[tuple[float, ErrorFeatures]]:
+        """Return the features of similar runs with their distances, the nearest first. Equal distances keep the order
+        of the errors.
+        """
+        near: list[tuple[float, int, ErrorFeatures]] = []
+        for kind, members in self._features_by_kind.items():
+            # Most kinds alone are too far away, so their runs need not be compared one by one.
+            if _kind_distance(features.kind, kind) >= _MOST_DISTANCE:
+                continue
+            for number, other in members:
+                distance = _distance(features, other)
+                if distance < _MOST_DISTANCE:
+                    near.append((distance, number, other))
+        near.sort(key=itemgetter(0, 1))
+        return [(distance, other) for distance, _, other in near]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -128,6 +128,7 @@ class MeasuredRun:
         ]
 
 
+@lru_cache(maxsize=4096)
 def convert_measurement(measurement: PublishedMeasurement) -> MeasuredRun:
     """Return the run and the cluster that a published measurement describes.
 

@@ -350,31 +350,33 @@ def group_by_coverage(residuals: Residuals, errors: PredictionErrors) -> list[In
     are left out.
     """
     members: dict[str, list[Residual]] = defaultdict(list)
+    levels: dict[int, frozenset[float]] = {}
+    levels_elsewhere: dict[int, frozenset[float]] = {}
     for item in drop_matrix_products(residuals):
         kind = _kind_of_run(item)
         if kind:
             members[kind].append(item)
         members[f"all {metric_kind(item.measurement.metric)}"].append(item)
+        levels[id(item)] = errors.find_covering_levels(item)
+        levels_elsewhere[id(item)] = errors.find_covering_levels(item, elsewhere=True)
     coverages = []
     for name in (*_KINDS, f"all {TIME}", f"all {MEMORY}"):
         if name in members:
             items = members[name]
-            shares = _compute_coverage(items, errors, elsewhere=False)
-            elsewhere = _compute_coverage(items, errors, elsewhere=True)
+            shares = _compute_coverage([levels[id(item)] for item in items])
+            elsewhere = _compute_coverage([levels_elsewhere[id(item)] for item in items])
             coverages.append(IntervalCoverage(name, len(items), shares, elsewhere))
     return coverages
 
 
-def _compute_coverage(
-    items: list[Residual], errors: PredictionErrors, elsewhere: bool
-) -> dict[float, float]:
+def _compute_coverage(covering_levels: list[frozenset[float]]) -> dict[float, float]:
     """Return the fraction of measurements that lie inside the intervals of their predictions, by level.
 
-    If `elsewhere` is True, the interval of a measurement is computed only from errors of other sources.
+    Args:
+        covering_levels: For each measurement, the levels at which its published figure lies inside the interval.
     """
     return {
-        level: statistics.mean(errors.covers(item, level, elsewhere) for item in items)
-        for level in LEVELS
+        level: statistics.mean(level in levels for levels in covering_levels) for level in LEVELS
     }
 
 
