@@ -25,6 +25,7 @@ from parakit.costs.memory import find_peak_rank
 from parakit.costs.tensors import rank_parameters
 from parakit.formatting.units import GIB
 from parakit.planner.readings.published import usual_cluster
+from parakit.planner.readings.summary import predict_device_memory
 from parakit.planner.verdict import CLOSE_FRACTION, Fit, judge_fit_on_cluster
 
 HIDDEN_LAYERS = {"181b": (14336, 72), "184b": (12288, 100), "206b": (14336, 82)}
@@ -169,7 +170,7 @@ def verdicts() -> list[tuple[str, Fit]]:
         spec = build_gh200_run(model, strategy, samples, flags)
         cluster = usual_cluster("gh200", spec.parallelism.world_size)
         verdicts_of_runs.append(
-            (published, judge_fit_on_cluster(spec, find_peak_rank(spec)[1], cluster))
+            (published, judge_fit_on_cluster(spec, predict_device_memory(spec, cluster), cluster))
         )
     return verdicts_of_runs
 

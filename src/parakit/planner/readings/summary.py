@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from parakit.config.run import RunSpec
-from parakit.costs import COMPONENTS, find_peak_rank
+from parakit.costs import COMPONENTS, PredictedMemory, find_peak_device_memory
 from parakit.formatting.table import Column
 from parakit.formatting.units import DASH, percent
 from parakit.planner.readings.facts import container_release, source_facts
@@ -17,6 +17,7 @@ from parakit.planner.readings.intervals import LEVELS, PredictionErrors
 from parakit.planner.readings.residual import Residual, Residuals, predicted_memory
 from parakit.planner.readings.table import Refusal
 from parakit.planner.ties import choose_preferred
+from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import TIME_COMPONENTS, iteration_seconds
 from parakit.planner.verdict import judge_fit_on_cluster
 
@@ -283,7 +284,9 @@ def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
     if len(published) < 2:
         return None
     cluster = items[0].measured_run.cluster
-    preferred = choose_preferred(predicted, lambda spec: find_peak_rank(spec)[1], cluster)
+    preferred = choose_preferred(
+        predicted, lambda spec: predict_device_memory(spec, cluster), cluster
+    )
     chosen = next(item for item in items if item.measured_run.spec == preferred)
     medians = {spec: statistics.median(seconds) for spec, seconds in published.items()}
     regret = medians[preferred] / min(medians.values()) - 1
@@ -292,6 +295,11 @@ def _evaluate_group(items: list[Residual]) -> StrategyChoice | None:
         if len(seconds) > 1:
             spreads.append(max(seconds) / min(seconds) - 1)
     return StrategyChoice(len(items), chosen, regret, tuple(spreads))
+
+
+def predict_device_memory(spec: RunSpec, cluster: Cluster) -> PredictedMemory:
+    """Return the memory of a run's peak rank as a plan predicts it: of the replay, if the replay knows the run."""
+    return find_peak_device_memory(spec, cluster.device.memory_bytes)[1]
 
 
 def format_signed_percent(fraction: float | None) -> str:
@@ -402,7 +410,7 @@ def _encode_residual(item: Residual, errors: PredictionErrors) -> dict[str, Any]
     spec, cluster = item.measured_run.spec, item.measured_run.cluster
     is_run = item.measurement.metric != "matmul_tflops"
     is_judged = is_run and not source_facts(item.measurement)["unjudged"]
-    memory = find_peak_rank(spec)[1]
+    memory = predict_device_memory(spec, cluster)
     return {
         "line": item.measurement.line,
         "published": item.measurement.value,
