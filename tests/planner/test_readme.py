@@ -6,7 +6,6 @@ from statistics import mean
 import pytest
 
 from parakit.config.files import ROOT
-from parakit.costs.memory import find_peak_rank
 from parakit.planner.readings.facts import source_facts
 from parakit.planner.readings.intervals import ERRORS_FILE
 from parakit.planner.readings.residual import Residuals, compute_residuals
@@ -16,6 +15,7 @@ from parakit.planner.readings.summary import (
     group_by_coverage,
     group_by_kind,
     group_by_split,
+    predict_device_memory,
 )
 from parakit.planner.readings.table import read_measurements
 from parakit.planner.time.constants import CONSTANT_NAMES, load_constants
@@ -102,7 +102,9 @@ def test_runs_that_trained_are_predicted_to_fit(predicted: Residuals) -> None:
         seen.add(run)
         sharded = spec.parallelism.sharding.shards_weights
         kind = "sharded weights" if sharded else "mixtures" if spec.shape.experts else "dense"
-        verdicts[kind].append(judge_fit_on_cluster(spec, find_peak_rank(spec)[1], cluster))
+        verdicts[kind].append(
+            judge_fit_on_cluster(spec, predict_device_memory(spec, cluster), cluster)
+        )
     for kind, least, limit in (
         ("dense", 500, 0.02),
         ("mixtures", 150, 0.05),
