@@ -16,6 +16,7 @@ import shlex
 import stat
 import zlib
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -97,10 +98,20 @@ def read_args_file(path: Path) -> tuple[str, ...]:
     arguments: list[str] = []
     for number, line in enumerate(path.read_text().splitlines(), start=1):
         try:
-            arguments += shlex.split(line, comments=True)
+            arguments += _split_line(line)
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}; close the quote.") from None
     return tuple(arguments)
+
+
+@lru_cache(maxsize=4096)
+def _split_line(line: str) -> tuple[str, ...]:
+    """Return the words of a line as a shell would split it. A model's file is read many times in one process.
+
+    Raises:
+        ValueError: The line has an unclosed quote.
+    """
+    return tuple(shlex.split(line, comments=True))
 
 
 def format_args_file(comments: Iterable[str], arguments: Iterable[str]) -> str:

@@ -12,6 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -216,7 +217,13 @@ class _MatrixFile(msgspec.Struct):
 
 def _matches_any(names: Iterable[str], pattern: str) -> bool:
     """Return True if one of the names matches the pattern."""
-    return any(fnmatchcase(name, pattern) for name in names)
+    return any(_matches(name, pattern) for name in names)
+
+
+@lru_cache(maxsize=2**16)
+def _matches(name: str, pattern: str) -> bool:
+    """Return True if a name matches a pattern. A matrix asks for the same pairs many times."""
+    return fnmatchcase(name, pattern)
 
 
 def load_matrix() -> Matrix:
