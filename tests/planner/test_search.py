@@ -23,6 +23,7 @@ from parakit.planner.candidates import (
 )
 from parakit.planner.search import (
     LEAST_SAMPLE_TIME_RATIO,
+    Plan,
     Request,
     compare_with_fewest_devices,
     estimate_training_days,
@@ -170,8 +171,13 @@ def test_named_strategies_train_the_requested_samples_in_micro_batches_that_fit(
     assert sizes["tp2"] == Batch(4, 60)
 
 
-def test_175b_on_1024_devices_is_split_in_every_dimension(make_request: MakeRequest) -> None:
-    plan = search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
+@pytest.fixture(scope="module")
+def plan_of_175b(make_request: MakeRequest) -> Plan:
+    return search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
+
+
+def test_175b_on_1024_devices_is_split_in_every_dimension(plan_of_175b: Plan) -> None:
+    plan = plan_of_175b
     assert plan.legal > 100_000
     assert plan.winner is not None
     split = plan.winner.spec.parallelism
@@ -384,10 +390,8 @@ def test_ties_are_decided_for_the_fewest_parallel_dimensions(make_request: MakeR
     assert "tied with" in runner_up_sentence(plan.winner, plan.tied[0])
 
 
-def test_clearly_faster_strategy_wins_regardless_of_its_dimensions(
-    make_request: MakeRequest,
-) -> None:
-    plan = search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
+def test_clearly_faster_strategy_wins_regardless_of_its_dimensions(plan_of_175b: Plan) -> None:
+    plan = plan_of_175b
     assert plan.winner is not None
     assert plan.winner.seconds.total <= TIE_RATIO * min(
         candidate.seconds.total for candidate in plan.ranked
