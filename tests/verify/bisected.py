@@ -19,6 +19,7 @@ from pathlib import Path
 from rich.console import Console
 
 from megatron_patches.context import run_git
+from parakit.artifacts.capture import CaptureStage
 from parakit.artifacts.verdict import VerifyOutcome
 from parakit.config.files import ROOT
 from parakit.experiments.verify.bisect import (
@@ -37,7 +38,10 @@ from tests.verify.history import HISTORY, Fix, adapt_to_installed_torch, fixes
 COMMITS_AFTER, COMMITS_BEFORE = 27, 37
 """Commits of the range after and before the fix: 64, and the fix is not in the middle."""
 ITERATION = 1
-"""Captured iteration: each of these faults shows in the first one, which is the cheapest."""
+"""Captured iteration of most fixes: their faults show in the first one, which is the cheapest."""
+ITERATION_OF_UPDATES = 3
+"""Captured iteration of faults of the update. The learning rate is 0 in the first iteration of a warm-up."""
+_UPDATE_STAGES = (CaptureStage.OPTIMIZER_STATE, CaptureStage.WEIGHTS)
 FURTHER = 16
 """Commits by which an end is moved away from the fix if it does not behave as the fix says."""
 MOVES = 4
@@ -50,7 +54,7 @@ def bisect_fix(fix: Fix, clone: Path, folder: Path) -> tuple[str, bool]:
     full_hash = run_git(clone, "rev-parse", fix.commit).strip()
     options = Options(
         data=SMALL_SAMPLE,
-        iterations=ITERATION,
+        iterations=ITERATION_OF_UPDATES if fix.stage in _UPDATE_STAGES else ITERATION,
         extra=(*shlex.split(fix.flags), *SMALL),
         patch_file=read_patch_file(str(HISTORY.parent / fix.patch)) if fix.patch else None,
     )

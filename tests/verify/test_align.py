@@ -69,6 +69,17 @@ def test_gate_and_value_of_a_gated_layer_are_split_separately(tmp_path, module):
     assert np.array_equal(alignment.reference, ours)
 
 
+@pytest.mark.parametrize("elements", [SEQUENCE, SEQUENCE * BATCH])
+def test_bias_with_as_many_elements_as_tokens_is_split_by_tensor_parallelism(tmp_path, elements):
+    # tp2cp2 of 128 tokens and 4 samples was called wrong: linear_fc1 has 512 biases.
+    bias, name = random(elements), "decoder.layers.0.mlp.linear_fc1"
+    key = output(name, slot="output.1")
+    here = rank(tensor=(1, 2), context=(0, 2), world_size=1)
+    ours = np.split(bias, 2)[1]
+    alignment = aligned(tmp_path, here, ours, [(key, bias)], key)
+    assert np.array_equal(alignment.reference, ours)
+
+
 def test_expert_rows_come_from_every_rank_that_sends_tokens(tmp_path):
     tensor_key = output("decoder.layers.0.mlp.experts.local_experts.3.linear_fc1")
     first, second = random(3, HIDDEN), random(5, HIDDEN, seed=1)

@@ -192,6 +192,8 @@ class ActivationAligner:
         num_samples = rank.micro_batch_size
         reference_samples = self._reference.first.micro_batch_size
         first_sample = number * num_samples
+        if _is_returned_bias(record.tensor_key, record.shape):
+            return self._read_reference(record, first_sample // reference_samples)
         last_sample = first_sample + num_samples - 1
         first_number = first_sample // reference_samples
         numbers = range(first_number, last_sample // reference_samples + 1)
@@ -492,8 +494,9 @@ def _cut_dimensions(
     `full` has as many dimensions as `shape`, and at most one sequence.
     """
     length = reference.sequence_length
-    # Rows of an expert are tokens in the order of routing, so none of its dimensions is the sequence.
-    is_sequence_passed = is_in_expert(tensor_key.name)
+    # Rows of an expert are tokens in the order of routing, so none of its dimensions is the sequence. A bias has no
+    # sequence either, even if it has as many elements as a micro batch has tokens.
+    is_sequence_passed = is_in_expert(tensor_key.name) or _is_returned_bias(tensor_key, shape)
     part = full
     for axis, (full_size, size) in enumerate(zip(full.shape, shape, strict=True)):
         if full_size == size:
@@ -516,6 +519,16 @@ def _cut_dimensions(
             return None
         part = cut
     return part if part.shape == shape else None
+
+
+def _is_returned_bias(tensor_key: TensorKey, shape: tuple[int, ...]) -> bool:
+    """Return True if a tensor is the bias that one of Megatron's linear layers returns next to its output.
+
+    Megatron's names of these layers begin with `linear`, such as `linear_fc1`, or are `output_layer`.
+    """
+    layer = tensor_key.name.rpartition(".")[2]
+    is_further_output = tensor_key.slot.removeprefix(RECOMPUTED_PREFIX).startswith("output.")
+    return len(shape) == 1 and is_further_output and layer.startswith(("linear", "output_layer"))
 
 
 def _count_sequences(full: Array, reference: CapturedRank) -> int:
