@@ -178,6 +178,7 @@ def test_equal_steps_up_and_down_are_named_with_their_size():
         "each element is 0.001 larger or smaller"
     )
     assert kind(bias + np.float32(1e-3) * random(8, seed=5), bias).name == "other"
+    assert kind(bias + np.float32(1e-3), bias).name != "each element is 0.001 larger or smaller"
 
 
 def test_tensor_that_no_rank_holds_is_named():

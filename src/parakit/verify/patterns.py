@@ -208,7 +208,8 @@ def find_equal_steps(tensor: ComparedTensor) -> Iterator[ErrorKind]:
     """
     errors = np.subtract(tensor.ours, tensor.reference, dtype=np.float64).ravel()
     step = float(np.median(np.abs(errors)))
-    if errors.size < _MIN_STEPS or not step:
+    goes_both_ways = errors.min() < 0 < errors.max()
+    if errors.size < _MIN_STEPS or not step or not goes_both_ways:
         return
     if (np.abs(np.abs(errors) / step - 1) < _STEP_ROUNDING).all():
         yield ErrorKind(f"each element is {step:.3g} larger or smaller")

@@ -40,8 +40,8 @@ class DeviceRates:
     """Rate of attention that was written for Ampere, as a fraction of `attention_flops`. It applies to heads that the
     device's own kernels do not take."""
     flash_attention_2_flops: Mapping[int, float]
-    """Rate of FlashAttention 2 by width of a head, forward and backward together. It is empty where FlashAttention 2
-    does not run, and on generations on which it was not measured."""
+    """Rate of FlashAttention 2 by width of a head, forward and backward together. Runs with dropout use it. It is
+    empty without `--attention-backend flash`, and on generations on which it was not measured."""
     wide_heads: bool
     """True if the device's own kernels train heads wider than 128."""
     bytes_per_second: float
