@@ -8,8 +8,9 @@ recomputed, that context parallelism sends nothing, and that time per sample is 
 Every further choice can only raise the bound: the kind of sharding, the micro batch, the recomputation, and the
 algorithm of context parallelism. So the search makes these choices one after another, for the lowest bound first. It
 evaluates a configuration when no lower bound is left, so configurations come in the order of time. It stops after the
-tenth strategy that fits. The ranking equals that of an exhaustive search, which a test compares with. A second test
-compares bounds of random choices with the times of configurations.
+tenth strategy that fits, and after all strategies that are tied with the fastest. The ranking equals that of an
+exhaustive search, which a test compares with. A second test compares bounds of random choices with the times of
+configurations.
 
 The memory of each strategy in a plan is that of STRATEGY=: a replay of PyTorch's allocator, if the replay knows the run
 (`parakit.costs.find_peak_device_memory`). A replay takes 10 to 200 ms, so the closed form decides first. For runs that

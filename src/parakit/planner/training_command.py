@@ -19,6 +19,7 @@ from parakit.config.strategy import Sharding
 from parakit.planner.options import RequestError
 from parakit.planner.readings.models import has_no_file
 from parakit.planner.search import Candidate, Request
+from parakit.planner.time.offload import attention_mask_bytes
 
 MEGATRON, BRIDGE, TORCHTITAN = "megatron", "bridge", "torchtitan"
 SLURM = "slurm"
@@ -131,8 +132,7 @@ def list_planned_flags(request: Request, spec: RunSpec) -> tuple[str, ...]:
         flags = (*flags, "--seq-length", str(spec.shape.seq_length))
     if spec.shape.positions != request.model.shape.positions:
         flags = (*flags, "--max-position-embeddings", str(spec.shape.positions))
-    mask_bytes = spec.batch.micro_batch_size * spec.shape.seq_length**2
-    if spec.fused_attention and mask_bytes >= _LARGE_MASK_BYTES:
+    if spec.fused_attention and attention_mask_bytes(spec) >= _LARGE_MASK_BYTES:
         flags = merge_flags(flags, ("--no-create-attention-mask-in-dataloader",))
     if spec.shape.experts and spec.dtype == "bf16" and "--moe-grouped-gemm" not in flags:
         # Plans assume that the products of a rank's experts are one call.

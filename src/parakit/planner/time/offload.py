@@ -38,14 +38,20 @@ def exposed_copy_seconds(
     return sum(max(0.0, copied / rate - seconds) for seconds in passes)
 
 
+def attention_mask_bytes(spec: RunSpec) -> int:
+    """Return the bytes of the attention mask that Megatron's loader creates for a micro batch.
+
+    The mask has one byte per pair of tokens of a sample (Megatron's `gpt_dataset.py`).
+    """
+    return spec.batch.micro_batch_size * spec.shape.seq_length**2
+
+
 def attention_mask_copy_seconds(spec: RunSpec, host: HostRates | None) -> float:
     """Return the seconds to copy the attention mask of a micro batch to the device.
 
-    The mask has one byte per pair of tokens of a sample (Megatron's `gpt_dataset.py`), and each CP rank receives the
-    mask of the full sequence. The result is 0 if the rates of the host are unknown.
+    Each CP rank receives the mask of the full sequence. The result is 0 if the rates of the host are unknown.
     """
-    mask_bytes = spec.batch.micro_batch_size * spec.shape.seq_length**2
-    return mask_bytes / _copy_rate(host) if host else 0.0
+    return attention_mask_bytes(spec) / _copy_rate(host) if host else 0.0
 
 
 def _copy_rate(host: HostRates) -> float:
