@@ -15,8 +15,8 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Self
 
@@ -335,15 +335,11 @@ class PieceReader:
         Raises:
             DamagedCheckpointError: The piece cannot be read, or a checksum is wrong.
         """
-        path = self._folder / part.file
-        try:
-            with _damage_reported(str(path), part.offset_bytes):
-                archive = self._open(part)
-                described = part.tensor or archive.describe_saved()
-                if isinstance(described, DescribedTensor) and described.dtype:
-                    return read_values(archive.archive, described)
-        except OSError as error:
-            raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror})") from error
+        with _report_damage(self._folder / part.file, part.offset_bytes):
+            archive = self._open(part)
+            described = part.tensor or archive.describe_saved()
+            if isinstance(described, DescribedTensor) and described.dtype:
+                return read_values(archive.archive, described)
         return _load_piece(self._folder, part)
 
     def read_tensor(
@@ -403,17 +399,12 @@ class PieceReader:
 
 
 class _OpenArchive:
-    """An open file, and the archive of one of its pieces.
-
-    Raises: Exception: The archive is damaged; the type of the exception is not defined.
-    """
+    """An open file, and the archive of one of its pieces. A damaged archive raises any error (`_report_damage`)."""
 
     def __init__(self, path: Path, part: StoredPart) -> None:
         self._file = open_regular_file(path)
         try:
-            self.archive = zipfile.ZipFile(
-                _FilePart(self._file, part.offset_bytes, part.length_bytes)
-            )
+            self.archive = _read_archive(self._file, part)
         except BaseException:
             self._file.close()
             raise
@@ -451,7 +442,10 @@ def _check_file(path: Path, pieces: Iterable[StoredPart], should_continue: Shoul
                         f"{path.name} is truncated: it has {size} bytes of at least "
                         f"{piece.offset_bytes + piece.length_bytes}"
                     )
-                with _open_piece(file, piece) as archive:
+                with (
+                    _report_damage(piece.file, piece.offset_bytes),
+                    _read_archive(file, piece) as archive,
+                ):
                     _check_members(archive, piece)
     except OSError as error:
         raise DamagedCheckpointError(f"{path.name} cannot be read ({error.strerror})") from error
@@ -478,41 +472,33 @@ def _open_archive(folder: Path, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
         DamagedCheckpointError: The file cannot be read, or the archive is damaged.
     """
     path = folder / piece.file
-    try:
-        with (
-            open_regular_file(path) as file,
-            _open_piece(file, replace(piece, file=str(path))) as archive,
-        ):
-            yield archive
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read ({error.strerror})") from error
-
-
-@contextmanager
-def _open_piece(file: BinaryIO, piece: StoredPart) -> Iterator[zipfile.ZipFile]:
-    """Open the archive of a piece in an open file.
-
-    Raises:
-        DamagedCheckpointError: The archive is damaged.
-        OSError: The file cannot be read.
-    """
     with (
-        _damage_reported(piece.file, piece.offset_bytes),
-        zipfile.ZipFile(_FilePart(file, piece.offset_bytes, piece.length_bytes)) as archive,
+        _report_damage(path, piece.offset_bytes),
+        closing(_OpenArchive(path, piece)) as opened,
     ):
-        yield archive
+        yield opened.archive
+
+
+def _read_archive(file: BinaryIO, piece: StoredPart) -> zipfile.ZipFile:
+    """Return the archive of a piece in an open file. Closing the archive leaves the file open.
+
+    A damaged archive raises any error, which `_report_damage` converts.
+    """
+    return zipfile.ZipFile(_FilePart(file, piece.offset_bytes, piece.length_bytes))
 
 
 @contextmanager
-def _damage_reported(file: str, offset_bytes: int) -> Iterator[None]:
-    """Raise a DamagedCheckpointError that names the file for any error but OSError.
+def _report_damage(file: Path | str, offset_bytes: int) -> Iterator[None]:
+    """Convert any error of reading a file at an offset to a DamagedCheckpointError that names the file.
 
-    A damaged archive raises anything, such as that it is encrypted.
+    A damaged archive raises any error, for instance that the archive is encrypted.
     """
     try:
         yield
-    except (OSError, DamagedCheckpointError):
+    except DamagedCheckpointError:
         raise
+    except OSError as error:
+        raise DamagedCheckpointError(f"{file} cannot be read ({error.strerror})") from error
     except Exception as error:
         raise DamagedCheckpointError(
             f"{file} is damaged at byte {offset_bytes} ({error})"
