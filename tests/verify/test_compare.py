@@ -262,6 +262,24 @@ def test_first_wrong_tensor_is_in_the_earliest_stage(tmp_path):
     ] == ["a", WEIGHT]
 
 
+@pytest.mark.parametrize(
+    ("module", "slot", "similar"),
+    [
+        ("mlp.linear_fc2", "output.1", ["decoder.layers.1.mlp.linear_fc2"]),
+        # A router's numbers of tokens, and the only output of a linear layer, are no biases.
+        ("mlp.router", "output.1", []),
+        ("mlp.linear_fc2", "output", []),
+    ],
+)
+def test_only_a_returned_bias_may_be_the_bias_of_another_layer(tmp_path, module, slot, similar):
+    first, second = (output(f"decoder.layers.{layer}.{module}", slot=slot) for layer in (0, 1))
+    reference_tensors = [(first, random(8)), (second, random(8, seed=1))]
+    ours = [(rank(), [(first, random(8, seed=1)), (second, random(8, seed=1))])]
+    compared = compare_tensors(tmp_path, ours, reference_tensors)
+    (wrong,) = compared.wrong()
+    assert [name for name, _ in compared.similar_tensors(wrong)] == similar
+
+
 def layer_of(values, **described):
     """An output of a layer on every tensor-parallel rank."""
     modules = {"decoder.layers.0": CapturedModule("TransformerLayer", "")}

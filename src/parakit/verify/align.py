@@ -192,7 +192,7 @@ class ActivationAligner:
         num_samples = rank.micro_batch_size
         reference_samples = self._reference.first.micro_batch_size
         first_sample = number * num_samples
-        if _is_returned_bias(record.tensor_key, record.shape):
+        if is_returned_bias(record.tensor_key, record.shape):
             return self._read_reference(record, first_sample // reference_samples)
         last_sample = first_sample + num_samples - 1
         first_number = first_sample // reference_samples
@@ -496,7 +496,7 @@ def _cut_dimensions(
     length = reference.sequence_length
     # Rows of an expert are tokens in the order of routing, so none of its dimensions is the sequence. A bias has no
     # sequence either, even if it has as many elements as a micro batch has tokens.
-    is_sequence_passed = is_in_expert(tensor_key.name) or _is_returned_bias(tensor_key, shape)
+    is_sequence_passed = is_in_expert(tensor_key.name) or is_returned_bias(tensor_key, shape)
     part = full
     for axis, (full_size, size) in enumerate(zip(full.shape, shape, strict=True)):
         if full_size == size:
@@ -521,7 +521,7 @@ def _cut_dimensions(
     return part if part.shape == shape else None
 
 
-def _is_returned_bias(tensor_key: TensorKey, shape: tuple[int, ...]) -> bool:
+def is_returned_bias(tensor_key: TensorKey, shape: tuple[int, ...]) -> bool:
     """Return True if a tensor is the bias that one of Megatron's linear layers returns next to its output.
 
     Megatron's names of these layers begin with `linear`, such as `linear_fc1`, or are `output_layer`.

@@ -40,6 +40,7 @@ from parakit.verify.align import (
     ActivationAligner,
     has_distinct_tokens,
     is_in_expert,
+    is_returned_bias,
     list_activation_tensor_keys,
 )
 from parakit.verify.captured import (
@@ -324,8 +325,8 @@ class _Comparer:
         A wrong tensor of a parameter's shape is compared with the same region of all other parameters. A
         weight is also compared with its value before the iteration, and an optimizer state with the gradient
         of its parameter. A wrong activation is compared with the same activation of other ranks and of other
-        micro batches, and the bias that a module returns with the biases that other modules return. Nothing is
-        yielded if the comparison has no worst tensor.
+        micro batches. The bias that a linear layer returns is also compared with the biases that other linear layers
+        return. Nothing is yielded if the comparison has no worst tensor.
         """
         (stage, name, slot), worst = comparison.key, comparison.worst
         if worst is None:
@@ -384,19 +385,21 @@ class _Comparer:
     def _list_returned_biases(
         self, key: ComparisonKey, tensor: ComparedTensor
     ) -> Iterator[tuple[str, Array]]:
-        """Yield the biases that other modules return next to their output, if `tensor` is such a bias.
+        """Yield the biases that other linear layers return next to their output, if `tensor` is such a bias.
 
         Megatron's row-parallel linear layers return a bias, which the caller adds. The biases are those of the
         reference's first rank, and have the shape of `tensor`.
         """
         stage, name, slot = key
-        if stage is not CaptureStage.OUTPUTS or tensor.reference.ndim != 1:
+        shape = tensor.reference.shape
+        is_bias = is_returned_bias(TensorKey(stage, name, slot), shape)
+        if stage is not CaptureStage.OUTPUTS or not is_bias:
             return
         first_rank = self._reference.ranks[0]
         for tensor_key, record in first_rank.first_records.items():
             if (tensor_key.stage, tensor_key.slot) != (stage, slot) or tensor_key.name == name:
                 continue
-            if record.shape == tensor.reference.shape:
+            if record.shape == shape and is_returned_bias(tensor_key, shape):
                 yield tensor_key.name, first_rank.values(record)
 
     def compare_activations(self) -> None:
