@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from parakit.planner.recipes import ALL, DEFAULTS, TUNED, list_switches
+from parakit.planner.options import PlanOptions
+from parakit.planner.recipes import ALL, DEFAULTS, TUNED, list_switches, search_recipes
 from tests.planner.conftest import MakeRequest
 from tests.program import run_plan as main
 
@@ -63,6 +64,33 @@ def test_switch_required_to_fit_reports_saved_memory(
     chosen = {switch["name"]: switch for switch in json.loads(capsys.readouterr().out)["recipe"]}
     assert all(switch["saved_bytes"] > 0 for switch in chosen.values() if switch["is_needed"])
     assert chosen["weights kept in fp8"]["is_needed"]
+
+
+def test_switch_that_saves_no_memory_is_not_needed_if_only_the_replay_counts_gaps() -> None:
+    # The replay knows no fused loss: the winner has no gaps with it, and too many without.
+    options = PlanOptions(
+        model="gpt2-2.5b", gpu="rtx4090", gpus=4, global_batch=128, seq=4096, recipe=TUNED
+    )
+    plan, chosen = search_recipes(TUNED, options)
+    assert plan.winner
+    (loss,) = (switch for switch in chosen if "--cross-entropy-loss-fusion" in switch.flags)
+    assert loss.saved_bytes == 0
+    assert not loss.is_needed
+
+
+def test_switch_that_makes_room_for_the_gaps_of_the_replay_is_needed() -> None:
+    options = PlanOptions(
+        model="dense-500m",
+        gpu="a100",
+        gpus=1,
+        global_batch=128,
+        recipe=TUNED,
+        extra="--vocab-size 128000",
+    )
+    _, chosen = search_recipes(TUNED, options)
+    (loss,) = (switch for switch in chosen if "--cross-entropy-loss-fusion" in switch.flags)
+    assert loss.saved_bytes > 0
+    assert loss.is_needed
 
 
 def test_a_plan_above_95_percent_of_the_device_is_not_recommended(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from parakit.config.flags import Flags
-from parakit.costs import find_peak_rank
+from parakit.costs import PredictedMemory, find_peak_rank, supports_replay
 from parakit.formatting.units import GIB, gib, joined
 from parakit.planner.expert_options import NO_EXPERT_OPTIONS, ExpertOptions
 from parakit.planner.options import PlanOptions
@@ -55,7 +55,8 @@ class ChosenSwitch:
     saved_bytes: int
     """Bytes that the switch saves on the rank with the peak memory; below 0 it needs more."""
     is_needed: bool
-    """True if the winner takes more memory without the switch than a recommended plan may."""
+    """True if the winner takes more memory without the switch than a recommended plan may, and the bytes that the
+    switch saves make the difference."""
 
     @property
     def is_worth_it(self) -> bool:
@@ -147,9 +148,9 @@ def search_recipes(
     plan = search_configurations(_build_request_with(options, switches), slack=slack)
     if not switches or plan.winner is None:
         return plan, ()
-    kept, is_harmful = _keep_gaining_switches(options, switches, plan.winner)
+    kept, needs_search = _keep_gaining_switches(options, switches, plan.winner)
     kept = _choose_alternatives(options, kept, plan.winner)
-    if is_harmful:
+    if needs_search:
         plan = search_configurations(_build_request_with(options, kept), slack=slack)
     elif kept != switches:
         plan = reevaluate_plan(plan, _build_request_with(options, kept))
@@ -159,7 +160,8 @@ def search_recipes(
     chosen = []
     for switch in kept:
         request = _build_request_with(options, _drop_switch(kept, switch))
-        chosen.append(_measure_gain(switch, reevaluate_candidate(request, best), best))
+        without = reevaluate_candidate(request, best)
+        chosen.append(_measure_gain(switch, without, best, request.capacity))
     return plan, tuple(chosen)
 
 
@@ -179,20 +181,23 @@ def recipe_sentence(recipe: str, chosen: Sequence[ChosenSwitch]) -> str:
 def _keep_gaining_switches(
     options: PlanOptions, switches: tuple[Switch, ...], winner: Candidate
 ) -> tuple[tuple[Switch, ...], bool]:
-    """Return the switches by which the winner gains, and whether a dropped switch made the winner slower.
+    """Return the switches by which the winner gains, and whether a further search without the others is needed.
 
-    Such a switch may have made other candidates slower too, so that only a further search finds the fastest one.
+    A search is needed if a dropped switch made the winner slower, because the switch may have made other candidates
+    slower too. A search is also needed if the winner may not be recommended without a dropped switch.
     """
-    kept, is_harmful = switches, False
+    kept, needs_search = switches, False
     for switch in switches:
         fewer = _drop_switch(kept, switch)
-        without = reevaluate_candidate(_build_request_with(options, fewer), winner)
+        request = _build_request_with(options, fewer)
+        without = reevaluate_candidate(request, winner)
         is_refused = switch.is_of_shards and not winner.spec.parallelism.sharding
-        gain = _measure_gain(switch, without, winner)
+        gain = _measure_gain(switch, without, winner, request.capacity)
         if is_refused or not gain.is_worth_it:
-            is_harmful |= gain.saves < -_LEAST_SAVING
+            is_harmful = gain.saves < -_LEAST_SAVING
+            needs_search |= is_harmful or not without.is_recommended
             kept, winner = fewer, without
-    return kept, is_harmful
+    return kept, needs_search
 
 
 def _choose_alternatives(
@@ -235,21 +240,35 @@ def _build_request_with(options: PlanOptions, switches: Sequence[Switch]) -> Req
     )
 
 
-def _measure_gain(switch: Switch, without: Candidate, with_switch: Candidate) -> ChosenSwitch:
-    """Return the fraction of time and the bytes that a switch saves, from a candidate without and with the switch."""
+def _measure_gain(
+    switch: Switch, without: Candidate, with_switch: Candidate, capacity: int
+) -> ChosenSwitch:
+    """Return what a switch saves, from a candidate without and with the switch.
+
+    `capacity` is the most bytes per rank of a recommended plan.
+    """
+    closed_without, closed_with = _estimate_closed_form(without), _estimate_closed_form(with_switch)
+    saved_bytes = closed_without.needed - closed_with.needed
+    is_needed = with_switch.is_recommended and not without.is_recommended
+    if is_needed and supports_replay(without.spec) != supports_replay(with_switch.spec):
+        # Only one of the two memories has the allocator's gaps. So either the closed forms of both must lie on both
+        # sides of the limit, or the replay of one and the same replay less the saved bytes.
+        is_needed = (
+            closed_without.total > capacity or without.memory.total - saved_bytes <= capacity
+        )
     return ChosenSwitch(
         switch.name,
         _all_flags(switch),
         saves=1 - with_switch.seconds.total / without.seconds.total,
-        saved_bytes=_closed_form_bytes(without) - _closed_form_bytes(with_switch),
-        is_needed=with_switch.is_recommended and not without.is_recommended,
+        saved_bytes=saved_bytes,
+        is_needed=is_needed,
     )
 
 
-def _closed_form_bytes(candidate: Candidate) -> int:
-    """Return the bytes that a candidate needs by the closed form.
+def _estimate_closed_form(candidate: Candidate) -> PredictedMemory:
+    """Return the memory that a candidate needs by the closed form.
 
     The replay knows few switches. A difference between a replay and a closed form would count the allocator's gaps as
     saved by a switch.
     """
-    return find_peak_rank(candidate.spec)[1].needed
+    return find_peak_rank(candidate.spec)[1]
