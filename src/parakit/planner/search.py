@@ -210,27 +210,33 @@ def search_configurations(request: Request, kept: int = MOST_RANKED, slack: floa
     fitting = search.find_fastest(kept)
     if slack > 1 and len(fitting) >= kept:
         search.examine_within(slack * fitting[kept - 1].seconds.total)
-    examined = search.examined
-    if request.own_runs.residuals:
-        # The bounds know nothing of the user's own runs, so their corrections reorder only what was kept.
-        fastest = sorted(fitting, key=_sort_key)[:kept]
-        fitting = [_correct_by_own_runs(request, candidate) for candidate in fastest]
-        examined = [_correct_by_own_runs(request, candidate) for candidate in examined]
-    ranked = _put_preferred_first(request, sorted(fitting, key=_sort_key))[:kept]
+    ranked = _rank_strategies(request, fitting)[:kept]
+    examined = [_correct_by_own_runs(request, candidate) for candidate in search.examined]
     closest = evaluate_configuration(request, lightest) if lightest else None
     return Plan(request, legal, tuple(ranked), closest, tuple(examined))
 
 
 def search_tied_strategies(request: Request) -> tuple[Candidate, ...]:
-    """Search as `search_configurations` does, and return only the strategies whose times are tied with the fastest.
+    """Return the strategies that fit the cluster and whose times are tied with the fastest.
 
-    The preferred strategy comes first, then the remaining ones by time. The result is empty if nothing fits. The user's
-    own runs correct the times after the search, so that some strategies may no longer be tied.
+    The first one is the winner of `search_configurations`, and the others follow by time. The result is empty if
+    nothing fits.
     """
     _, bounds, _ = _bound_all_splits(request)
-    fitting = _FastestFirst(request, bounds).find_fastest(1)
+    # The bounds know nothing of the user's own runs. With such runs, a plan corrects this many strategies.
+    number = MOST_RANKED if request.own_runs.residuals else 1
+    ranked = _rank_strategies(request, _FastestFirst(request, bounds).find_fastest(number))
+    fastest = min((candidate.seconds.total for candidate in ranked), default=inf)
+    return tuple(candidate for candidate in ranked if are_tied(candidate.seconds.total, fastest))
+
+
+def _rank_strategies(request: Request, fitting: list[Candidate]) -> list[Candidate]:
+    """Correct the times of strategies by the user's own runs, and return the strategies with the best first.
+
+    The preferred one of those that are tied with the fastest comes first, then the remaining ones by time.
+    """
     corrected = [_correct_by_own_runs(request, candidate) for candidate in fitting]
-    return tuple(_put_preferred_first(request, sorted(corrected, key=_sort_key)))
+    return _put_preferred_first(request, sorted(corrected, key=_sort_key))
 
 
 class _FastestFirst:
@@ -334,17 +340,24 @@ def _evaluate_variant(request: Request, spec: RunSpec) -> Candidate | None:
 
 def replay_memory(request: Request, candidate: Candidate) -> Candidate:
     """Return a candidate with the memory of `find_peak_device_memory`, and with the verdict that follows from it."""
-    spec, cluster = candidate.spec, request.cluster
+    spec = candidate.spec
     if not supports_replay(spec):
         return candidate
-    peak_rank, memory = find_peak_device_memory(spec, cluster.device.memory_bytes)
+    peak_rank, memory = find_peak_device_memory(spec, request.cluster.device.memory_bytes)
+    is_recommended, verdict = _judge_memory(request, spec, memory)
     return replace(
         candidate,
         memory=memory,
         memory_rank=peak_rank,
-        is_recommended=memory.total <= request.capacity,
-        verdict=judge_fit_on_cluster(spec, memory, cluster),
+        is_recommended=is_recommended,
+        verdict=verdict,
     )
+
+
+def _judge_memory(request: Request, spec: RunSpec, memory: PredictedMemory) -> tuple[bool, Fit]:
+    """Return True if a plan may recommend a run with this memory on its peak rank, and whether the run fits."""
+    is_recommended = memory.total <= request.capacity
+    return is_recommended, judge_fit_on_cluster(spec, memory, request.cluster)
 
 
 def _put_preferred_first(request: Request, ranked: list[Candidate]) -> list[Candidate]:
@@ -456,6 +469,7 @@ def _predict(request: Request, spec: RunSpec, peak: tuple[int, PredictedMemory])
         peak: Pipeline rank with the peak memory, and its memory.
     """
     peak_rank, memory = peak
+    is_recommended, verdict = _judge_memory(request, spec, memory)
     options, cluster = _use_expert_options(request, spec)
     shape = spec.shape
     seconds = iteration_seconds(spec, cluster)
@@ -467,8 +481,8 @@ def _predict(request: Request, spec: RunSpec, peak: tuple[int, PredictedMemory])
         memory=memory,
         memory_rank=peak_rank,
         seconds=seconds,
-        is_recommended=memory.total <= request.capacity,
-        verdict=judge_fit_on_cluster(spec, memory, cluster),
+        is_recommended=is_recommended,
+        verdict=verdict,
         tokens_per_second=samples * shape.seq_length / seconds.total,
         mfu=mfu(iteration_flops(spec), seconds.total, devices, peak_flops),
         expert_options=options,

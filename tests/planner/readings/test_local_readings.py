@@ -28,7 +28,12 @@ from parakit.planner.readings.local_readings import (
 from parakit.planner.readings.neighbours import estimate_uncertainty
 from parakit.planner.readings.reading_to_spec import RefusedError, convert_measurement
 from parakit.planner.readings.table import MeasurementsError, read_measurements
-from parakit.planner.search import Request, evaluate_configuration, search_configurations
+from parakit.planner.search import (
+    Request,
+    evaluate_configuration,
+    search_configurations,
+    search_tied_strategies,
+)
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from tests.patience import PATIENCE
@@ -167,6 +172,10 @@ def test_plan_chooses_the_strategy_that_own_runs_measured_as_fastest(tmp_path: P
     plain = evaluate_configuration(request, after.winner.spec)
     ratio = after.winner.seconds.total / plain.seconds.total
     assert after.winner.tokens_per_second == pytest.approx(plain.tokens_per_second / ratio)
+    # The corrected times decide which strategies are tied.
+    tied = search_tied_strategies(after.request)
+    assert tied[0] == after.winner
+    assert {*tied[1:]} == {*after.tied}
 
 
 def test_interval_is_the_remaining_error_of_own_runs_corrected_by_each_other(
