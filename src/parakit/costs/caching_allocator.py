@@ -1,13 +1,15 @@
 """PyTorch's caching allocator of device memory, without a device: which bytes it reserves for a sequence of
 allocations.
 
-The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings and one stream.
+The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings and one stream. An
+`AllocationRecorder` turns the tensors of a run into a trace, and a `CachingAllocator` replays traces, as often as they
+repeat.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from math import inf
 
 from parakit.formatting.units import MIB
@@ -21,10 +23,16 @@ _MEDIUM_SEGMENT_BYTES = 20 * MIB
 """Segment for sizes that are too large for the small pool, and below `_LEAST_OWN_SEGMENT_BYTES`."""
 _LEAST_OWN_SEGMENT_BYTES = 10 * MIB
 """Least size for which the device is asked for a segment of just this size, rounded up to 2 MiB."""
+_ADDRESS_BITS = 48
+"""Bits of the address in the key of a free block. The size is in the bits above."""
+_ADDRESS_MASK = (1 << _ADDRESS_BITS) - 1
 
+type AllocationTrace = Sequence[tuple[int, int]]
+"""Allocations and frees in their order. A pair has the rounded bytes and the number of a tensor that is allocated, or 0
+and the number of a tensor that is freed."""
 
-type AllocatorState = tuple[int, tuple[tuple[int, int], ...]]
-"""Address of the next segment, and size and address of each free block.
+type AllocatorState = tuple[int, tuple[int, ...]]
+"""Address of the next segment, and the key of each free block.
 
 An allocator whose live tensors are those of an earlier time, in an equal state, repeats what it did from that time on.
 """
@@ -39,25 +47,38 @@ class OutOfDeviceMemoryError(MemoryError):
         """Bytes in segments that cannot be given back, and in the segment that is missing."""
 
 
-@dataclass(eq=False, slots=True)
-class MemoryBlock:
-    """Part of a segment, used or free, with its neighbours in the segment."""
+class AllocationRecorder:
+    """Recorder of allocations and frees, which become a trace."""
 
-    size: int
-    address: int
-    is_small: bool
-    is_used: bool = False
-    previous: MemoryBlock | None = field(default=None, repr=False)
-    following: MemoryBlock | None = field(default=None, repr=False)
+    def __init__(self) -> None:
+        self._events: list[tuple[int, int]] = []
+        self._num_tensors = 0
 
-    @property
-    def is_segment(self) -> bool:
-        """True if the block is a full segment, which can be given back to the device."""
-        return self.previous is None and self.following is None
+    def allocate(self, size: int) -> int:
+        """Record the allocation of a tensor of `size` bytes, and return the number of the tensor."""
+        rounded = -(-size // _ROUNDING_BYTES) * _ROUNDING_BYTES or _ROUNDING_BYTES
+        self._num_tensors += 1
+        self._events.append((rounded, self._num_tensors))
+        return self._num_tensors
+
+    def free(self, *tensors: int) -> None:
+        """Record that tensors are freed, in this order."""
+        for tensor in tensors:
+            self._events.append((0, tensor))
+
+    def take_trace(self) -> AllocationTrace:
+        """Return everything that was recorded since the last call of this method."""
+        events, self._events = self._events, []
+        return events
 
 
 class CachingAllocator:
-    """Allocator that keeps freed blocks, and gives empty segments back only if the device has no more memory."""
+    """Allocator that keeps freed blocks, and gives empty segments back only if the device has no more memory.
+
+    Blocks are ranges of addresses. Segments do not touch each other, so that only blocks of one segment are joined.
+    Each pool has the sorted keys of its free blocks. A key is one number of size and address, because a search among
+    numbers takes half the time of a search among pairs.
+    """
 
     def __init__(self, limit: float = inf) -> None:
         """Start without segments.
@@ -66,7 +87,16 @@ class CachingAllocator:
             limit: Bytes that all segments together may have.
         """
         self._limit = limit
-        self._free: dict[bool, list[tuple[int, int, MemoryBlock]]] = {True: [], False: []}
+        self._small_keys: list[int] = []
+        self._large_keys: list[int] = []
+        self._sizes_of_free: dict[int, int] = {}
+        """Size of each free block, by its address."""
+        self._starts_of_free: dict[int, int] = {}
+        """Address of each free block, by its end."""
+        self._used: dict[int, tuple[int, int]] = {}
+        """Address and size of the block of each live tensor, by the tensor's number."""
+        self._segments: dict[int, int] = {}
+        """Size of each segment, by its address."""
         self._next_address = 0
         self.reserved_bytes = 0
         """Bytes of all segments."""
@@ -77,48 +107,65 @@ class CachingAllocator:
 
     def snapshot(self) -> AllocatorState:
         """Return the state of the allocator, as far as it decides where further blocks are placed."""
-        free = [(size, address) for blocks in self._free.values() for size, address, _ in blocks]
-        return self._next_address, tuple(free)
+        return self._next_address, (*self._small_keys, *self._large_keys)
 
-    def allocate(self, size: int) -> MemoryBlock:
-        """Return a used block of at least `size` bytes: the smallest free one, or a part of a new segment.
+    def replay(self, trace: AllocationTrace) -> None:
+        """Allocate and free the tensors of a trace.
+
+        An allocation takes the smallest free block that is large enough, or a part of a new segment. A freed block is
+        joined with the free blocks beside it in its segment. All of this is one loop without calls, because a plan
+        replays some 100,000 events.
 
         Raises:
             OutOfDeviceMemoryError: No free block is large enough, and a new segment exceeds the limit.
         """
-        size = max(1, -(-size // _ROUNDING_BYTES)) * _ROUNDING_BYTES
-        is_small = size <= _LARGEST_SMALL_BYTES
-        free = self._free[is_small]
-        index = bisect_left(free, (size, -1))
-        block = free.pop(index)[2] if index < len(free) else self._reserve(size, is_small)
-        remainder = block.size - size
-        if remainder >= _ROUNDING_BYTES if is_small else remainder > _LARGEST_SMALL_BYTES:
-            self._split(block, size)
-        block.is_used = True
-        self.live_bytes += block.size
-        self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-        return block
+        small_keys, large_keys = self._small_keys, self._large_keys
+        sizes_of_free, starts_of_free, used = self._sizes_of_free, self._starts_of_free, self._used
+        for size, tensor in trace:
+            if size:
+                keys = small_keys if size <= _LARGEST_SMALL_BYTES else large_keys
+                index = bisect_left(keys, size << _ADDRESS_BITS)
+                if index < len(keys):
+                    key = keys.pop(index)
+                    address, block_size = key & _ADDRESS_MASK, key >> _ADDRESS_BITS
+                    del sizes_of_free[address], starts_of_free[address + block_size]
+                else:
+                    address, block_size = self._reserve(size)
+                remainder = block_size - size
+                if remainder > (0 if keys is small_keys else _LARGEST_SMALL_BYTES):
+                    start = address + size
+                    insort(keys, remainder << _ADDRESS_BITS | start)
+                    sizes_of_free[start] = remainder
+                    starts_of_free[start + remainder] = start
+                    block_size = size
+                used[tensor] = address, block_size
+                self.live_bytes += block_size
+                self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
+            else:
+                start, block_size = used.pop(tensor)
+                self.live_bytes -= block_size
+                keys = small_keys if block_size <= _LARGEST_SMALL_BYTES else large_keys
+                end = start + block_size
+                previous = starts_of_free.pop(start, None)
+                if previous is not None:
+                    del sizes_of_free[previous]
+                    del keys[bisect_left(keys, start - previous << _ADDRESS_BITS | previous)]
+                    start = previous
+                following_size = sizes_of_free.pop(end, None)
+                if following_size is not None:
+                    del keys[bisect_left(keys, following_size << _ADDRESS_BITS | end)]
+                    end += following_size
+                insort(keys, end - start << _ADDRESS_BITS | start)
+                sizes_of_free[start] = end - start
+                starts_of_free[end] = start
 
-    def free(self, block: MemoryBlock) -> None:
-        """Free a used block, and join it with the free blocks beside it in its segment."""
-        block.is_used = False
-        self.live_bytes -= block.size
-        previous, following = block.previous, block.following
-        if previous is not None and not previous.is_used:
-            self._remove_free(previous)
-            block = _join(previous, block)
-        if following is not None and not following.is_used:
-            self._remove_free(following)
-            block = _join(block, following)
-        self._add_free(block)
-
-    def _reserve(self, size: int, is_small: bool) -> MemoryBlock:
-        """Return the block of a new segment for `size` bytes.
+    def _reserve(self, size: int) -> tuple[int, int]:
+        """Return address and size of a new segment for a tensor of `size` bytes.
 
         Raises:
             OutOfDeviceMemoryError: The segment exceeds the limit after all empty segments were given back.
         """
-        if is_small:
+        if size <= _LARGEST_SMALL_BYTES:
             segment_bytes = _SMALL_SEGMENT_BYTES
         elif size < _LEAST_OWN_SEGMENT_BYTES:
             segment_bytes = _MEDIUM_SEGMENT_BYTES
@@ -129,45 +176,22 @@ class CachingAllocator:
         if self.reserved_bytes + segment_bytes > self._limit:
             raise OutOfDeviceMemoryError(self.reserved_bytes + segment_bytes)
         self.reserved_bytes += segment_bytes
-        block = MemoryBlock(segment_bytes, self._next_address, is_small)
-        self._next_address += segment_bytes
-        return block
+        address = self._next_address
+        self._segments[address] = segment_bytes
+        # A gap after the segment keeps its last block apart from the next segment's first block.
+        self._next_address += segment_bytes + _ROUNDING_BYTES
+        return address, segment_bytes
 
     def _give_empty_segments_back(self) -> None:
         """Return all segments without a used block to the device."""
-        for is_small, free in self._free.items():
-            kept = [entry for entry in free if not entry[2].is_segment]
-            self.reserved_bytes -= sum(size for size, _, block in free if block.is_segment)
-            self._free[is_small] = kept
-
-    def _split(self, block: MemoryBlock, size: int) -> None:
-        """Shorten a block to `size` bytes, and make its remainder a free block."""
-        remainder = MemoryBlock(
-            block.size - size,
-            block.address + size,
-            block.is_small,
-            previous=block,
-            following=block.following,
-        )
-        if block.following is not None:
-            block.following.previous = remainder
-        block.size, block.following = size, remainder
-        self._add_free(remainder)
-
-    def _add_free(self, block: MemoryBlock) -> None:
-        """Add a block to the free blocks of its pool, which are sorted by size and address."""
-        insort(self._free[block.is_small], (block.size, block.address, block))
-
-    def _remove_free(self, block: MemoryBlock) -> None:
-        """Remove a block from the free blocks of its pool."""
-        free = self._free[block.is_small]
-        del free[bisect_left(free, (block.size, block.address))]
-
-
-def _join(block: MemoryBlock, following: MemoryBlock) -> MemoryBlock:
-    """Return a block that has grown by the block after it."""
-    block.size += following.size
-    block.following = following.following
-    if following.following is not None:
-        following.following.previous = block
-    return block
+        for address, segment_bytes in list(self._segments.items()):
+            if self._sizes_of_free.get(address) != segment_bytes:
+                continue
+            key = segment_bytes << _ADDRESS_BITS | address
+            for keys in (self._small_keys, self._large_keys):
+                index = bisect_left(keys, key)
+                if keys[index : index + 1] == [key]:
+                    del keys[index]
+            del self._segments[address], self._sizes_of_free[address]
+            del self._starts_of_free[address + segment_bytes]
+            self.reserved_bytes -= segment_bytes
