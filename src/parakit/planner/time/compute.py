@@ -746,6 +746,9 @@ def _flash_attention_2_seconds(
 ) -> tuple[float, float]:
     """Return the seconds of FlashAttention 2 with dropout in forward and in backward.
 
+    A head is padded to the next width with a known rate. So a head narrower than 64 takes as long as a head of 64. A
+    head wider than 128 is not padded, and has the rate of a head of 128.
+
     Args:
         spec: The run.
         rate: Rates of the device. It has rates of FlashAttention 2.
