@@ -93,8 +93,8 @@ class CachingAllocator:
         """Size of each free block, by its address."""
         self._starts_of_free: dict[int, int] = {}
         """Address of each free block, by its end."""
-        self._used: dict[int, tuple[int, int]] = {}
-        """Address and size of the block of each live tensor, by the tensor's number."""
+        self._starts_of_used: dict[int, int] = {}
+        self._sizes_of_used: dict[int, int] = {}
         self._segments: dict[int, int] = {}
         """Size of each segment, by its address."""
         self._next_address = 0
@@ -120,44 +120,54 @@ class CachingAllocator:
             OutOfDeviceMemoryError: No free block is large enough, and a new segment exceeds the limit.
         """
         small_keys, large_keys = self._small_keys, self._large_keys
-        sizes_of_free, starts_of_free, used = self._sizes_of_free, self._starts_of_free, self._used
-        for size, tensor in trace:
-            if size:
-                keys = small_keys if size <= _LARGEST_SMALL_BYTES else large_keys
-                index = bisect_left(keys, size << _ADDRESS_BITS)
-                if index < len(keys):
-                    key = keys.pop(index)
-                    address, block_size = key & _ADDRESS_MASK, key >> _ADDRESS_BITS
-                    del sizes_of_free[address], starts_of_free[address + block_size]
+        sizes_of_free, starts_of_free = self._sizes_of_free, self._starts_of_free
+        starts_of_used, sizes_of_used = self._starts_of_used, self._sizes_of_used
+        live, peak_live = self.live_bytes, self.peak_live_bytes
+        try:
+            for size, tensor in trace:
+                if size:
+                    keys = small_keys if size <= _LARGEST_SMALL_BYTES else large_keys
+                    index = bisect_left(keys, size << _ADDRESS_BITS)
+                    if index < len(keys):
+                        start = keys.pop(index) & _ADDRESS_MASK
+                        block_size = sizes_of_free.pop(start)
+                        del starts_of_free[start + block_size]
+                    else:
+                        start, block_size = self._reserve(size)
+                    if block_size > size:
+                        remainder = block_size - size
+                        if remainder > _LARGEST_SMALL_BYTES or keys is small_keys:
+                            end = start + size
+                            insort(keys, remainder << _ADDRESS_BITS | end)
+                            sizes_of_free[end] = remainder
+                            starts_of_free[start + block_size] = end
+                            block_size = size
+                    starts_of_used[tensor] = start
+                    sizes_of_used[tensor] = block_size
+                    live += block_size
+                    # A call of max() here would take a tenth of the replay's time.
+                    if live > peak_live:  # noqa: PLR1730
+                        peak_live = live
                 else:
-                    address, block_size = self._reserve(size)
-                remainder = block_size - size
-                if remainder > (0 if keys is small_keys else _LARGEST_SMALL_BYTES):
-                    start = address + size
-                    insort(keys, remainder << _ADDRESS_BITS | start)
-                    sizes_of_free[start] = remainder
-                    starts_of_free[start + remainder] = start
-                    block_size = size
-                used[tensor] = address, block_size
-                self.live_bytes += block_size
-                self.peak_live_bytes = max(self.peak_live_bytes, self.live_bytes)
-            else:
-                start, block_size = used.pop(tensor)
-                self.live_bytes -= block_size
-                keys = small_keys if block_size <= _LARGEST_SMALL_BYTES else large_keys
-                end = start + block_size
-                previous = starts_of_free.pop(start, None)
-                if previous is not None:
-                    del sizes_of_free[previous]
-                    del keys[bisect_left(keys, start - previous << _ADDRESS_BITS | previous)]
-                    start = previous
-                following_size = sizes_of_free.pop(end, None)
-                if following_size is not None:
-                    del keys[bisect_left(keys, following_size << _ADDRESS_BITS | end)]
-                    end += following_size
-                insort(keys, end - start << _ADDRESS_BITS | start)
-                sizes_of_free[start] = end - start
-                starts_of_free[end] = start
+                    start, block_size = starts_of_used[tensor], sizes_of_used[tensor]
+                    live -= block_size
+                    keys = small_keys if block_size <= _LARGEST_SMALL_BYTES else large_keys
+                    end = start + block_size
+                    if start in starts_of_free:
+                        previous = starts_of_free.pop(start)
+                        del keys[bisect_left(keys, start - previous << _ADDRESS_BITS | previous)]
+                        del sizes_of_free[previous]
+                        start = previous
+                    if end in sizes_of_free:
+                        following_size = sizes_of_free.pop(end)
+                        del keys[bisect_left(keys, following_size << _ADDRESS_BITS | end)]
+                        end += following_size
+                    block_size = end - start
+                    insort(keys, block_size << _ADDRESS_BITS | start)
+                    sizes_of_free[start] = block_size
+                    starts_of_free[end] = start
+        finally:
+            self.live_bytes, self.peak_live_bytes = live, peak_live
 
     def _reserve(self, size: int) -> tuple[int, int]:
         """Return address and size of a new segment for a tensor of `size` bytes.
