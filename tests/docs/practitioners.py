@@ -85,72 +85,16 @@ RECIPES = (
 
 
 @dataclass(frozen=True)
-class RecipeAnswer:
-    """A published recipe's prediction, and the strategy that `make plan` finds for the same batch and dispatcher."""
+class Comparison:
+    """A published strategy with its prediction, and the strategy that a search finds for the same question."""
 
-    recipe: Recipe
+    question: str
+    """Model, devices and what else the published run states."""
+    source: str
     chosen: Candidate
     searched: Candidate
-
-    @property
-    def question(self) -> str:
-        """Model, devices and global batch."""
-        recipe = self.recipe
-        return f"{recipe.model}, {recipe.devices} {recipe.gpu.upper()}, {recipe.global_batch:,} samples"
-
-    @property
-    def ratio(self) -> float:
-        """Ratio of the predicted times: the searched strategy over the recipe."""
-        return self.searched.seconds.total / self.chosen.seconds.total
-
-
-def answer_recipe(recipe: Recipe) -> RecipeAnswer:
-    """Return the prediction of a recipe and the result of a search for the same devices, batch and dispatcher."""
-    options = PlanOptions(
-        recipe.model,
-        recipe.gpu,
-        gpus=recipe.devices,
-        global_batch=recipe.global_batch,
-        seq=4096,
-        extra=" ".join(recipe.dispatcher_flags) or None,
-    )
-    searched = search_configurations(build_request(options)).winner
-    assert searched is not None
-    extra = " ".join((*recipe.dispatcher_flags, *recipe.stage_flags)) or None
-    named = replace(options, strategy=recipe.strategy, micro_batch=1, extra=extra)
-    return RecipeAnswer(recipe, time_strategy(named).candidate, searched)
-
-
-def recipes_table() -> str:
-    """Return Markdown with a row per recipe."""
-    columns = (
-        Column[RecipeAnswer]("recipe for", lambda row: row.question, right=False),
-        Column[RecipeAnswer]("published", lambda row: layout(row.chosen), right=False),
-        Column[RecipeAnswer]("predicted", lambda row: row.chosen.seconds.total, duration),
-        Column[RecipeAnswer]("the search's", lambda row: layout(row.searched), right=False),
-        Column[RecipeAnswer]("its time over theirs", lambda row: row.ratio, lambda r: f"{r:.2f}"),
-        Column[RecipeAnswer](
-            "why", lambda row: f"ours {describe_saving(row.searched, row.chosen)}", right=False
-        ),
-        Column[RecipeAnswer]("recipe", lambda row: row.recipe.source, right=False),
-    )
-    return markdown_table(Table(columns, tuple(map(answer_recipe, RECIPES))))
-
-
-@dataclass(frozen=True)
-class Answer:
-    """The fastest published strategy, its prediction, and the strategy that the search finds."""
-
-    published: Residual
-    chosen: Candidate
-    searched: Candidate
-
-    @property
-    def question(self) -> str:
-        """Model, devices, precision and sequence."""
-        measurement = self.published.measurement
-        length = self.chosen.spec.shape.seq_length
-        return f"{measurement.model}, {measurement.gpus:,} {measurement.gpu}, {measurement.dtype}, {length:,} tokens"
+    published_seconds: float | None = None
+    """Measured seconds per iteration of the published strategy; None if nobody published them."""
 
     @property
     def ratio(self) -> float:
@@ -169,33 +113,73 @@ class Answer:
         return f"ours {describe_saving(self.searched, self.chosen)}"
 
 
+def recipes_table() -> str:
+    """Return Markdown with a row per recipe."""
+    return _comparison_table("recipe for", "recipe", tuple(map(answer_recipe, RECIPES)))
+
+
 def practitioners_table() -> str:
     """Return Markdown with a row per question."""
+    return _comparison_table("what was asked", "source", tuple(map(answer, QUESTIONS)))
+
+
+def _comparison_table(question: str, source: str, rows: tuple[Comparison, ...]) -> str:
+    """Return Markdown with a row per comparison. The time of the published run is left out if no row has one.
+
+    Args:
+        question: Name of the first column.
+        source: Name of the last column.
+        rows: The comparisons.
+    """
+    seconds = Column[Comparison]("took", lambda row: row.published_seconds, duration)
+    has_seconds = any(row.published_seconds is not None for row in rows)
     columns = (
-        Column[Answer]("what was asked", lambda row: row.question, right=False),
-        Column[Answer]("published", lambda row: layout(row.chosen), right=False),
-        Column[Answer]("took", lambda row: row.published.published_seconds, duration),
-        Column[Answer]("predicted", lambda row: row.chosen.seconds.total, duration),
-        Column[Answer]("the search's", lambda row: layout(row.searched), right=False),
-        Column[Answer]("its time over theirs", lambda row: row.ratio, lambda r: f"{r:.2f}"),
-        Column[Answer]("why", lambda row: row.why, right=False),
-        Column[Answer]("source", lambda row: row.published.measurement.source, right=False),
+        Column[Comparison](question, lambda row: row.question, right=False),
+        Column[Comparison]("published", lambda row: describe_layout(row.chosen), right=False),
+        *([seconds] if has_seconds else []),
+        Column[Comparison]("predicted", lambda row: row.chosen.seconds.total, duration),
+        Column[Comparison]("the search's", lambda row: describe_layout(row.searched), right=False),
+        Column[Comparison]("its time over theirs", lambda row: row.ratio, lambda r: f"{r:.2f}"),
+        Column[Comparison]("why", lambda row: row.why, right=False),
+        Column[Comparison](source, lambda row: row.source, right=False),
     )
-    return markdown_table(Table(columns, tuple(map(answer, QUESTIONS))))
+    return markdown_table(Table(columns, rows))
 
 
-def layout(candidate: Candidate) -> str:
-    """Return the text of strategy, micro batch and recomputation."""
+def answer_recipe(recipe: Recipe) -> Comparison:
+    """Compare a recipe with the strategy that `make plan` finds for the same devices, batch and dispatcher."""
+    options = PlanOptions(
+        recipe.model,
+        recipe.gpu,
+        gpus=recipe.devices,
+        global_batch=recipe.global_batch,
+        seq=4096,
+        extra=" ".join(recipe.dispatcher_flags) or None,
+    )
+    searched = search_configurations(build_request(options)).winner
+    assert searched is not None
+    extra = " ".join((*recipe.dispatcher_flags, *recipe.stage_flags)) or None
+    named = replace(options, strategy=recipe.strategy, micro_batch=1, extra=extra)
+    question = (
+        f"{recipe.model}, {recipe.devices} {recipe.gpu.upper()}, {recipe.global_batch:,} samples"
+    )
+    return Comparison(question, recipe.source, time_strategy(named).candidate, searched)
+
+
+def describe_layout(candidate: Candidate) -> str:
+    """Return a text with the strategy, micro batch, recomputation and options for experts of a candidate."""
     spec = candidate.spec
-    again = "" if spec.recompute == Recompute() else f", recomputes {spec.recompute}"
+    recomputed = "" if spec.recompute == Recompute() else f", recomputes {spec.recompute}"
     used = candidate.expert_options
     options = ", DeepEP" if used.deep_ep else ""
     options += ", overlapped experts" if used.overlap else ""
-    return f"{candidate.strategy}, {spec.batch.micro_batch_size} a micro batch{again}{options}"
+    return (
+        f"{candidate.strategy}, {spec.batch.micro_batch_size} per micro batch{recomputed}{options}"
+    )
 
 
-def answer(question: Question) -> Answer:
-    """Return the fastest published run of a question and the search result for the same batch and execution."""
+def answer(question: Question) -> Comparison:
+    """Compare the fastest published run of a question with the search result for the same batch and execution."""
     published = min(_predicted(question), key=_seconds_a_token)
     spec, cluster = published.measured_run.spec, published.measured_run.cluster
     plain = replace(
@@ -215,7 +199,9 @@ def answer(question: Question) -> Answer:
     searched = search_configurations(request).winner
     assert searched is not None
     chosen = evaluate_configuration(replace(request, expert_options=NO_EXPERT_OPTIONS), spec)
-    return Answer(published, chosen, searched)
+    measurement, length = published.measurement, chosen.spec.shape.seq_length
+    text = f"{measurement.model}, {measurement.gpus:,} {measurement.gpu}, {measurement.dtype}, {length:,} tokens"
+    return Comparison(text, measurement.source, chosen, searched, published.published_seconds)
 
 
 def _predicted(question: Question) -> list[Residual]:

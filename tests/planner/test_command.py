@@ -83,7 +83,7 @@ def test_tokens_add_days_and_efficiency(capsys: pytest.CaptureFixture[str]) -> N
         ),
         ("--model moe-tiny --gpus 2 --imbalance 0.9", "0.9 is not a number from 1 up"),
         ("--model moe-tiny --gpus 2 --imbalance nan", "nan is not a number from 1 up"),
-        ("--model mixtral-8x7b --gpus 8 --imbalance 5", "of 8 experts a token; use 1 to 4."),
+        ("--model mixtral-8x7b --gpus 8 --imbalance 5", "of 8 experts per token; use 1 to 4."),
         ("--model mixtral-8x7b --strategy ep2dp4 --imbalance 3", "a rank of EP 2 can receive"),
         ("--model gpt2-large --gpus 16 --oversubscription 0", "0 is not a number from 1 up"),
         ("--model gpt2-large --gpus 16 --oversubscription -2", "-2 is not a number from 1 up"),

@@ -359,7 +359,7 @@ def refuse_imbalance(imbalance: float, shape: ModelShape, ranks: int) -> None:
     if imbalance > largest:
         raise RequestError(
             f"IMBALANCE={imbalance:g} is more than a rank of EP {ranks} can receive with "
-            f"{shape.experts_per_token} of {shape.experts} experts a token; use 1 to {largest:g}."
+            f"{shape.experts_per_token} of {shape.experts} experts per token; use 1 to {largest:g}."
         )
 
 

@@ -214,7 +214,7 @@ def head_collectives(spec: RunSpec) -> Iterator[CollectiveCall]:
     for operation, phase, description in rows:
         beside = phase is _BACKWARD
         yield _call(spec, operation, phase, description, calls, hidden_bytes(spec), _LINEAR, beside)
-    # Maximum, target's logit and sum of exponentials: three fp32 numbers a token.
+    # Maximum, target's logit and sum of exponentials: three fp32 numbers per token.
     source = "tensor_parallel/cross_entropy.py: _VocabParallelCrossEntropy.forward"
     description, payload = "vocabulary-parallel cross entropy", _FP32 * spec.micro_batch_tokens
     yield _call(spec, _REDUCE, _FORWARD, description, 3 * calls, payload, source)
