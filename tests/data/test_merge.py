@@ -1,20 +1,32 @@
 import json
+import shutil
 
 import pytest
 
 from parakit.data.indexed import open_dataset
 from parakit.data.verify import verify_dataset
 from tests.preprocess.conftest import interrupt_after_moves
+from tools.preprocess.cli import main
 
 DOCUMENTS = [f"Document {i} " + "and words " * (i % 5) for i in range(60)] + [""]
 
 
-@pytest.fixture
-def parts(tool, tmp_path, write_lines):
-    path = write_lines(DOCUMENTS)
+@pytest.fixture(scope="module")
+def made_parts(tmp_path_factory):
+    """Return a folder with the three parts of `DOCUMENTS`, which no test changes."""
+    folder = tmp_path_factory.mktemp("parts")
+    path = tmp_path_factory.mktemp("input") / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
     for i in range(3):
-        flags = ("--output-prefix", tmp_path / f"p{i}", "--shard", f"{i}/3", "--append-eod")
-        assert tool("--input", path, *flags) == 0
+        flags = ("--output-prefix", str(folder / f"p{i}"), "--shard", f"{i}/3", "--append-eod")
+        assert main(["--input", str(path), *flags]) == 0
+    return folder
+
+
+@pytest.fixture
+def parts(made_parts, tmp_path):
+    """Return the prefixes of copies of the three parts."""
+    shutil.copytree(made_parts, tmp_path, dirs_exist_ok=True)
     return [tmp_path / f"p{i}_text_document" for i in range(3)]
 
 

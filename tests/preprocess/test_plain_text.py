@@ -42,7 +42,7 @@ def test_paragraphs_become_documents_on_request(make, tmp_path, reference, blank
 def test_a_long_file_of_paragraphs_is_read_in_blocks_and_resumed(
     tool, tmp_path, capsys, reference, read_pair, monkeypatch
 ):
-    documents = [f"paragraph {number}" for number in range(300)]
+    documents = [f"paragraph {number}" for number in range(60)]
     path = write(tmp_path / "in.txt", "\n\n".join([*documents[:-1], "\x00bad\x00", documents[-1]]))
     raw = path.read_bytes()
     path.write_bytes(raw.replace(b"\x00bad\x00", b"\xff"))

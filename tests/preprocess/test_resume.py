@@ -1,5 +1,6 @@
 """After a kill at any moment, a repetition of the command gives the same files."""
 
+import json
 import os
 import platform
 import random
@@ -13,6 +14,7 @@ import pytest
 
 from tests.bench.synthetic_text import write_synthetic
 from tests.preprocess.conftest import interrupt_after_moves
+from tools.preprocess import lines
 
 KILL_FLAGS = ("--append-eod", "--commit-mib", "1", "--workers", "2")
 
@@ -32,6 +34,38 @@ def undisturbed(english, tmp_path_factory):
     arguments = ["--input", str(english), "--output-prefix", str(prefix), *KILL_FLAGS]
     assert main(arguments) == 0
     return outputs(prefix)
+
+
+SHORT_FLAGS = ("--append-eod", "--commit-mib", "0.015625", "--workers", "2")
+"""Flags with which `SHORT_TEXT`, read in blocks of `SHORT_BLOCK_BYTES`, gives three parts."""
+SHORT_BLOCK_BYTES = 4096
+SHORT_TEXT = [f"Document {n} repeats its number. " * (1 + n % 20) for n in range(130)]
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory):
+    """Return a file of 45 kB, for tests that run the tool in this process."""
+    path = tmp_path_factory.mktemp("short") / "in.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in SHORT_TEXT))
+    return path
+
+
+@pytest.fixture(scope="module")
+def result(short, tmp_path_factory):
+    """Return the files of a run without interruption."""
+    from tools.preprocess.cli import main
+
+    prefix = tmp_path_factory.mktemp("result") / "o"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "BLOCK_BYTES", SHORT_BLOCK_BYTES)
+        assert main(["--input", str(short), "--output-prefix", str(prefix), *SHORT_FLAGS]) == 0
+    return outputs(prefix)
+
+
+@pytest.fixture
+def arguments(short, tmp_path, monkeypatch):
+    monkeypatch.setattr(lines, "BLOCK_BYTES", SHORT_BLOCK_BYTES)
+    return ("--input", short, "--output-prefix", tmp_path / "o", *SHORT_FLAGS)
 
 
 def outputs(prefix):
@@ -102,8 +136,7 @@ def stop_after(monkeypatch, commits):
 
 
 @pytest.fixture
-def interrupted(tool, english, tmp_path, monkeypatch, capsys):
-    arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
+def interrupted(tool, arguments, monkeypatch, capsys):
     with monkeypatch.context() as patch:
         stop_after(patch, 2)
         assert tool(*arguments) == 130
@@ -111,22 +144,22 @@ def interrupted(tool, english, tmp_path, monkeypatch, capsys):
     return arguments
 
 
-def test_tool_resumes_from_the_last_commit(tool, interrupted, undisturbed, tmp_path, capsys):
+def test_tool_resumes_from_the_last_commit(tool, interrupted, result, tmp_path, capsys):
     assert not list(tmp_path.glob("*.idx"))
     assert tool(*interrupted) == 0
     assert "Resuming after 2 finished parts" in capsys.readouterr().err
-    assert outputs(tmp_path / "o") == undisturbed
+    assert outputs(tmp_path / "o") == result
     assert not (tmp_path / "o.partial").exists()
 
 
-def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed, tmp_path):
+def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, result, tmp_path):
     for name in ("part-000002", "whole"):
         unfinished = tmp_path / "o.partial" / f".{name}.{platform.node()}-{2**22 + 1}.partial"
         unfinished.mkdir()
         for file in ("text.bin", "part.json"):
             (unfinished / file).write_bytes(b"half a line")
     assert tool(*interrupted) == 0
-    assert outputs(tmp_path / "o") == undisturbed
+    assert outputs(tmp_path / "o") == result
 
 
 @pytest.mark.parametrize(
@@ -134,7 +167,7 @@ def test_bytes_after_the_last_commit_are_dropped(tool, interrupted, undisturbed,
     [
         (("--json-keys", "body"), "--json-keys was ('text',), now ('body',)"),
         (("--max-document-mb", "5"), "--max-document-mb (in bytes) was None, now 5000000"),
-        (("--commit-mib", "3"), "--commit-mib (in bytes) was 1048576, now 3145728"),
+        (("--commit-mib", "3"), "--commit-mib (in bytes) was 16384, now 3145728"),
         (("--shard", "0/2"), "--shard was 0/1, now 0/2"),
     ],
 )
@@ -144,11 +177,11 @@ def test_a_changed_flag_is_refused_with_the_difference(tool, interrupted, capsys
 
 
 def test_a_changed_input_is_refused_with_the_difference(
-    tool, english, tmp_path, monkeypatch, capsys
+    tool, arguments, short, tmp_path, monkeypatch, capsys
 ):
     copy = tmp_path / "copy.jsonl"
-    shutil.copy(english, copy)
-    arguments = ("--input", copy, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
+    shutil.copy(short, copy)
+    arguments = (*arguments, "--input", copy)
     with monkeypatch.context() as patch:
         stop_after(patch, 1)
         assert tool(*arguments) == 130
@@ -190,23 +223,21 @@ def test_concurrent_runs_with_the_same_output_are_refused(tool, interrupted, tmp
 
 @pytest.mark.parametrize("moves", [0, 1, 2])
 def test_tool_killed_while_renaming_finishes_the_renames(
-    tool, english, undisturbed, tmp_path, monkeypatch, moves
+    tool, arguments, result, tmp_path, monkeypatch, moves
 ):
-    arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
     with monkeypatch.context() as patch:
         interrupt_after_moves(patch, moves)
         assert tool(*arguments) == 130
     assert not (tmp_path / "o_text_document.idx").exists()
     assert tool(*arguments) == 0
-    assert outputs(tmp_path / "o") == undisturbed
+    assert outputs(tmp_path / "o") == result
 
 
 @pytest.mark.parametrize("removals", range(0, 12))
 def test_repetition_after_a_kill_during_cleanup_uses_the_result(
-    tool, english, undisturbed, tmp_path, monkeypatch, removals
+    tool, arguments, result, tmp_path, monkeypatch, removals
 ):
     """The folder of an unfinished run is removed file by file; a kill after any of them is harmless."""
-    arguments = ("--input", english, "--output-prefix", tmp_path / "o", *KILL_FLAGS)
     with monkeypatch.context() as patch:
         done = 0
 
@@ -225,21 +256,21 @@ def test_repetition_after_a_kill_during_cleanup_uses_the_result(
         patch.setattr("os.rmdir", counted(os.rmdir))
         assert tool(*arguments) == 130
     assert tool(*arguments) == 0
-    assert outputs(tmp_path / "o") == undisturbed
+    assert outputs(tmp_path / "o") == result
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == []
 
 
-def test_archive_input_is_resumed(tool, english, tmp_path, monkeypatch):
+def test_archive_input_is_resumed(tool, short, arguments, tmp_path, monkeypatch):
     import gzip
 
     packed = tmp_path / "in.jsonl.gz"
-    packed.write_bytes(gzip.compress(english.read_bytes()[:9_000_000].rpartition(b"\n")[0], 1))
-    arguments = ("--input", packed, "--append-eod", "--commit-mib", "4")
-    assert tool(*arguments, "--output-prefix", tmp_path / "whole") == 0
+    packed.write_bytes(gzip.compress(short.read_bytes()))
+    arguments = (*arguments, "--input", packed)
+    assert tool(*arguments, "--output-prefix", tmp_path / "whole" / "o") == 0
     with monkeypatch.context() as patch:
         stop_after(patch, 1)
-        assert tool(*arguments, "--output-prefix", tmp_path / "o") == 130
-    assert tool(*arguments, "--output-prefix", tmp_path / "o") == 0
+        assert tool(*arguments) == 130
+    assert tool(*arguments) == 0
     for suffix in ("bin", "idx", "manifest.json"):
-        whole = (tmp_path / f"whole_text_document.{suffix}").read_bytes()
+        whole = (tmp_path / f"whole/o_text_document.{suffix}").read_bytes()
         assert (tmp_path / f"o_text_document.{suffix}").read_bytes() == whole

@@ -14,7 +14,7 @@ from tools.preprocess.encoders import (
 )
 from tools.preprocess.tokenizer import load_tokenizer
 
-TEXTS = ["", "Hello world", " a <s> b<|endoftext|>c", "日本語 😀 naïve", "x" * 3000]
+TEXTS = ["", "Hello world", " a <s> b<|endoftext|>c", "日本語 😀 naïve", "x" * 3000, "It's we're"]
 
 
 def added(id_, content, **more):
@@ -22,13 +22,30 @@ def added(id_, content, **more):
     return {"id": id_, "content": content, "special": True, **flags, **more}
 
 
+MERGES = 1000
+"""Merges of GPT-2 that the tokenizers of these tests have. With all 50,000, each test would load 3 MB of JSON."""
+END, START = 256 + MERGES, 257 + MERGES
+"""Ids of the tokens `<|endoftext|>` and `<s>`."""
+
+
+@pytest.fixture(scope="module")
+def first_merges(gpt2):
+    """Return GPT-2's definition with its first merges alone."""
+    definition = json.loads(gpt2.definition)
+    model = definition["model"]
+    model["vocab"] = {token: id_ for token, id_ in model["vocab"].items() if id_ < 256 + MERGES}
+    model["vocab"]["<|endoftext|>"] = END
+    model["merges"] = model["merges"][:MERGES]
+    return definition
+
+
 @pytest.fixture
-def folder(tmp_path, gpt2):
+def folder(tmp_path, first_merges):
     """Return a function that writes a `save_pretrained` folder of GPT-2 with a beginning-of-text token."""
 
     def make(config=None, **changes):
-        definition = json.loads(gpt2.definition) | {
-            "added_tokens": [added(50256, "<|endoftext|>"), added(50257, "<s>")],
+        definition = first_merges | {
+            "added_tokens": [added(END, "<|endoftext|>"), added(START, "<s>")],
             **changes,
         }
         (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
@@ -49,10 +66,10 @@ def template(before, after):
         ],
         "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
         "special_tokens": {
-            "<s>": {"id": "<s>", "ids": [50257], "tokens": ["<s>"]},
+            "<s>": {"id": "<s>", "ids": [START], "tokens": ["<s>"]},
             "<|endoftext|>": {
                 "id": "<|endoftext|>",
-                "ids": [50256],
+                "ids": [END],
                 "tokens": ["<|endoftext|>"],
             },
         },
@@ -92,7 +109,7 @@ def test_special_tokens_of_the_post_processor_are_added(folder, before, after):
 
 def test_tokenizer_folder_is_identified_by_its_content(folder):
     spec = load_tokenizer(str(folder()))
-    assert (spec.vocabulary, spec.eod) == (50258, 50256)
+    assert (spec.vocabulary, spec.eod) == (START + 1, END)
     assert load_tokenizer(str(folder() / "tokenizer.json")).sha256 == spec.sha256
 
 
@@ -105,10 +122,10 @@ def test_without_an_end_token_append_eod_is_refused(folder, config):
 
 def test_the_end_token_may_be_an_object_or_in_the_other_file(folder):
     path = folder({"eos_token": {"content": "<s>"}})
-    assert load_tokenizer(str(path)).eod == 50257
+    assert load_tokenizer(str(path)).eod == START
     (path / "tokenizer_config.json").unlink()
     (path / "special_tokens_map.json").write_text('{"eos_token": "<|endoftext|>"}')
-    assert load_tokenizer(str(path)).eod == 50256
+    assert load_tokenizer(str(path)).eod == END
 
 
 @pytest.mark.parametrize("content", ["not json", "{}", '{"model": {}}', '{"model": {"vocab": 3}}'])
@@ -156,7 +173,7 @@ def test_a_folder_with_only_the_slow_files_is_refused_with_the_conversion(tmp_pa
     ("changes", "reason"),
     [
         ({"normalizer": {"type": "Lowercase"}}, "gigatoken does not know"),
-        ({"added_tokens": [added(50256, "<s>", single_word=True)]}, "single_word"),
+        ({"added_tokens": [added(END, "<s>", single_word=True)]}, "single_word"),
     ],
 )
 def test_reference_encodes_tokenizers_that_gigatoken_does_not_support_and_reports_it(
@@ -200,7 +217,7 @@ def test_tokenizer_folder_gives_the_bytes_of_the_builder_of_megatron(
     flags = ("--output-prefix", tmp_path / "o", "--tokenizer", path, "--append-eod")
     assert tool("--input", write_lines(TEXTS), *flags) == 0
     encoder = HuggingFaceEncoder(load_tokenizer(str(path)))
-    assert read_pair(tmp_path / "o_text_document") == reference(TEXTS, 50256, encoder)
+    assert read_pair(tmp_path / "o_text_document") == reference(TEXTS, END, encoder)
 
 
 def test_ids_too_large_for_their_dtype_are_refused(tmp_path):

@@ -38,7 +38,7 @@ class TokenizerSpec:
     definition: str = field(repr=False)
     """Content of a Hugging Face `tokenizer.json`."""
 
-    @property
+    @functools.cached_property
     def added_tokens(self) -> list[dict[str, Any]]:
         """Tokens that were added to those of the model, as in `tokenizer.json`."""
         return json.loads(self.definition).get("added_tokens") or []
