@@ -48,12 +48,12 @@ NORMS = {
 """Names of norms in these checkpoints, and in the checkpoints of Megatron's local modules."""
 
 _MOST_OPEN_ARCHIVES = 32
-"""Number of archives that a `PieceReader` keeps open, well below the usual limit of 1,024 open files."""
+"""Largest number of archives that a `PieceReader` keeps open, well below the usual limit of 1,024 open files."""
 
 Shape = tuple[int, ...]
 
 ShouldContinue = Callable[[], bool]
-"""Function that is asked between the pieces of a long reading; False stops the reading."""
+"""Function that is called between the pieces of a long reading. If the function returns False, the reading stops."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -195,7 +195,7 @@ def read_bytes(folder: Path, part: StoredPart) -> bytes:
 
 
 def read_piece(folder: Path, part: StoredPart) -> Tensor:
-    """Check one piece of a tensor against its checksums, and return its values. `torch.load` does not check them.
+    """Check one piece of a tensor against its checksums, and return the values. `torch.load` checks no checksums.
 
     `PieceReader` is faster for several pieces.
 
@@ -283,10 +283,10 @@ def verify_pieces(
 
 
 def hash_weights(folder: Path) -> str:
-    """Return a hash of a checkpoint's tensors: their names, positions and the checksums of their values.
+    """Return a hash of the names and positions of a checkpoint's tensors, and of the checksums of their values.
 
-    A hash of the files would not serve. Files also hold arguments and paths, so they differ even if the weights
-    are the same.
+    A hash of the files would not serve. Files also hold arguments and paths, so two files may differ although the
+    weights are the same.
 
     Raises:
         DamagedCheckpointError: `.metadata` or an archive cannot be read.
@@ -311,7 +311,7 @@ def _read_checksums(folder: Path, piece: StoredPart) -> list[tuple[str, int, int
 
 
 class PieceReader:
-    """Reader of many pieces of one checkpoint, which keeps the archives that it read last open.
+    """Reader of many pieces of one checkpoint. The archives that were read last stay open.
 
     In a file of torch's format all tensors of a rank are members of one archive, and a stacked tensor is read once
     per layer. The reader opens such an archive once instead of once per piece. Use the reader as a context, and only
@@ -330,7 +330,7 @@ class PieceReader:
             self._archives.popitem()[1].close()
 
     def read_piece(self, part: StoredPart) -> Tensor:
-        """Check one piece of a tensor against its checksums, and return its values.
+        """Check one piece of a tensor against its checksums, and return the values.
 
         Raises:
             DamagedCheckpointError: The piece cannot be read, or a checksum is wrong.

@@ -137,7 +137,7 @@ def _describe_hugging_face_coverage(contents: Contents, reads_pieces: bool) -> C
 
 
 def _model_part(name: str) -> str:
-    """Return the part of a model that a tensor belongs to, such as `attention`; by its name."""
+    """Return the part of a model, such as `attention`, to which a tensor belongs by its name."""
     if name == OUTPUT:
         return "output layer"
     return next((part for pattern, part in _PARTS.items() if pattern in name), "other modules")
@@ -221,8 +221,7 @@ def _iterate_problems(contents: Contents, reads_pieces: bool) -> Iterator[str]:
 
 
 def _verify_checksums(contents: Contents) -> None:
-    """Read the checkpoint, and compare it with the kit's manifest. Without a manifest, compare every piece with
-    its checksum.
+    """Compare a checkpoint with the kit's manifest, or without a manifest compare each piece with its checksum.
 
     Raises:
         DamagedCheckpointError: A piece is not what was saved.
@@ -253,7 +252,7 @@ def _find_wrong_values(contents: Contents) -> Iterator[str]:
 def _find_wrong_values_of_weight(
     contents: Contents, reader: PieceReader, name: str, is_centered: bool
 ) -> Iterator[str]:
-    """Yield a sentence for each piece of a weight with wrong values, and one if it is not its main weight."""
+    """Yield a sentence for each piece of a weight with wrong values, and one if the weight is not its main weight."""
     tensors = contents.stored.tensors
     weight, main = tensors[name], _find_main_weight(name, tensors)
     for begin, size in weight.sizes.items():
@@ -280,7 +279,7 @@ def _find_main_weight(name: str, tensors: Mapping[str, StoredTensor]) -> StoredT
 def _find_wrong_hugging_face_values(contents: Contents) -> Iterator[str]:
     """Yield a sentence for each weight in a Hugging Face folder that is not finite, or that nobody wrote.
 
-    Weights of 0 are faults only in families that the kit converts. In others 0 may be usual: Gemma's norms
+    Weights of 0 are faults only in families that the kit converts. In other families 0 may be usual: Gemma's norms
     multiply with 1 plus their weight.
     """
     from parakit.convert import TensorFolder

@@ -59,7 +59,7 @@ def logits_bytes(spec: RunSpec) -> int:
     """Return the bytes of logits, and of their fp32 copies, that are live at the loss.
 
     `VocabParallelCrossEntropy` turns the fp32 copy in place into the softmax and then into the gradient. There
-    is no copy of fp32 logits. There is none either if the gradient overwrites the logits (Transformer Engine,
+    is no copy of fp32 logits. There is no copy either if the gradient overwrites the logits (Transformer Engine,
     `pytorch/cross_entropy.py`). With multi-token prediction, the copies of all predicted tokens are live
     together (`multi_token_prediction.py: process_mtp_loss`).
     """
@@ -165,7 +165,7 @@ once, over the same published measurements.
 _WORKSPACE_BYTES = {"hopper": 32 * MIB, "blackwell": 32 * MIB}
 """Bytes of one workspace of cuBLAS and of one of Transformer Engine, by generation of the GPU."""
 _OLDER_CUBLAS_BYTES, _OLDER_TRANSFORMER_ENGINE_BYTES = 8_519_680, 4 * MIB
-"""The same for GPUs before Hopper."""
+"""Bytes of the same two workspaces on GPUs before Hopper."""
 _DETERMINISTIC_CUBLAS_BYTES = 32 * MIB
 _CUBLAS_HANDLES, _GROUPED_STREAMS = 2, 4
 
@@ -451,7 +451,7 @@ def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
     """Return the bytes of offloaded tensors that are still on the device when backward begins.
 
     Each module leaves its last group of activations on the device. Later pipeline stages keep more bytes there if
-    the offload's `kept_bytes_per_stage` asks for that. They keep at most as many bytes as would be offloaded.
+    the offload's `kept_bytes_per_stage` asks for that. A stage keeps at most as many bytes as would be offloaded.
     """
     layers_per_chunk = spec.layers_per_chunk(pipeline_rank)
     last_group_bytes = _last_group_bytes(spec, layers_per_chunk)
@@ -468,7 +468,8 @@ def _bytes_still_on_device(spec: RunSpec, pipeline_rank: int) -> int:
 def _last_group_bytes(spec: RunSpec, layers_per_chunk: Sequence[int]) -> int:
     """Return the bytes of the last group of each module in the chunk with which backward begins; 0 without layers.
 
-    Backward begins with the last chunk that has layers, and needs its last groups first. So they stay on the device.
+    Backward begins with the last chunk that has layers, and needs the last groups of this chunk first. So these groups
+    stay on the device.
     """
     chunks_with_layers = [layers for layers in layers_per_chunk if layers]
     if not chunks_with_layers:

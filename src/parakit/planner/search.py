@@ -240,7 +240,7 @@ def _rank_strategies(request: Request, fitting: list[Candidate]) -> list[Candida
 
 
 class _FastestFirst:
-    """The strategies of a request that fit, in the order of time. Each is evaluated only when it is its turn."""
+    """The strategies of a request that fit, in the order of time. A strategy is evaluated only at its turn."""
 
     def __init__(self, request: Request, bounds: list[_Bound]) -> None:
         """Start the search.
@@ -339,7 +339,7 @@ def _evaluate_variant(request: Request, spec: RunSpec) -> Candidate | None:
 
 
 def replay_memory(request: Request, candidate: Candidate) -> Candidate:
-    """Return a candidate with the memory of `find_peak_device_memory`, and with the verdict that follows from it."""
+    """Return a candidate with the memory of `find_peak_device_memory`, and with the verdict on this memory."""
     spec = candidate.spec
     if not supports_replay(spec):
         return candidate
@@ -363,8 +363,8 @@ def _judge_memory(request: Request, spec: RunSpec, memory: PredictedMemory) -> t
 def _put_preferred_first(request: Request, ranked: list[Candidate]) -> list[Candidate]:
     """Return the candidates with the preferred candidate in front.
 
-    The preferred candidate has the smallest `Preference` of those that are tied with the fastest. The others keep their
-    order.
+    The preferred candidate has the smallest `Preference` of those that are tied with the fastest. All other candidates
+    keep their order.
     """
     if not ranked:
         return ranked
@@ -396,7 +396,7 @@ def evaluate_configuration(request: Request, spec: RunSpec) -> Candidate:
 
 
 def evaluate_closed_form(request: Request, spec: RunSpec) -> Candidate:
-    """Predict a configuration as `evaluate_configuration` does, but with the closed form's memory in every case.
+    """Predict time, rates and the closed form's memory of one configuration. The user's own runs correct the time.
 
     The result is only for choosing among many configurations. `replay_first_fitting` replays the chosen one.
     """
@@ -905,8 +905,8 @@ def compare_with_fewest_devices(plan: Plan) -> Scaling | None:
     """Compare a plan's winner with the best strategy on the fewest devices that hold the model.
 
     Powers of two are tried as numbers of devices. The efficiency is the winner's tokens per second per device, divided
-    by the tokens per second per device on the fewest devices. It is 1 if no smaller number of devices holds the model.
-    The result is None if the plan has no winner.
+    by the tokens per second per device on the fewest devices. The efficiency is 1 if no smaller number of devices holds
+    the model. The result is None if the plan has no winner.
     """
     if plan.winner is None:
         return None

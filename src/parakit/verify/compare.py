@@ -115,14 +115,14 @@ _MODULES_WITH_REPLICATED_OUTPUT = frozenset(
         "MLP",
     ]
 )
-"""Classes of modules whose output all tensor-parallel ranks hold in full without sequence parallelism."""
+"""Classes of modules whose output is held in full by all tensor-parallel ranks without sequence parallelism."""
 _RESIDUAL_MODULES = (
     "embedding_dropout",
     "input_layernorm",
     "pre_mlp_layernorm",
     "final_layernorm",
 )
-"""Names of modules on the residual stream, whose class does not tell that their output is replicated."""
+"""Names of modules on the residual stream whose output is replicated although their class does not tell it."""
 _ATTENTION, _KEY_NORM = ".core_attention", ".k_layernorm"
 _KEY_AND_VALUE = ("input.key", "input.value")
 """Inputs of attention that several tensor-parallel ranks share if there are fewer heads than ranks."""
@@ -456,8 +456,7 @@ class _Comparer:
         comparison.add(tensor, error)
 
     def _is_overflow(self, stage: CaptureStage, *tensors: Array) -> bool:
-        """Return True if one of the tensors is a gradient with an element that is not finite, and the reference
-        overflows.
+        """Return True if a gradient among the tensors is not finite, and the reference overflows too.
 
         Megatron then skips the optimizer step in both runs.
         """
