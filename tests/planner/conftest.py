@@ -8,7 +8,7 @@ from parakit.config.model import ModelShape, load_model
 from parakit.config.run import spec_from_model
 from parakit.config.strategy import Batch, Parallelism
 from parakit.planner.dryrun.job import DryRunner
-from parakit.planner.search import Request
+from parakit.planner.search import Plan, Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 
 MakeRequest = Callable[..., Request]
@@ -41,6 +41,18 @@ def make_request() -> MakeRequest:
         return Request(model, cluster, global_batch, replace(template))
 
     return build
+
+
+@pytest.fixture(scope="session")
+def plan_of_175b(make_request: MakeRequest) -> Plan:
+    """Return the plan of a model that no single kind of parallelism can hold."""
+    return search_configurations(make_request("gpt3-175b", 128, "a100", 256))
+
+
+@pytest.fixture(scope="session")
+def plan_of_gpt2_large(make_request: MakeRequest) -> Plan:
+    """Return the plan of a model that one device holds."""
+    return search_configurations(make_request("gpt2-large", 2, "h200", 64))
 
 
 @pytest.fixture(scope="session")

@@ -19,7 +19,7 @@ from parakit.planner.advice import (
     strategy_family,
     tie_sentence,
 )
-from parakit.planner.search import Request, search_configurations
+from parakit.planner.search import Plan, Request, search_configurations
 from parakit.planner.time.iteration import TIME_COMPONENTS
 
 MakeRequest = Callable[..., Request]
@@ -61,16 +61,16 @@ def test_a_strategy_is_written_out(parallelism: Parallelism, written: str) -> No
     assert describe_strategy(parallelism) == written
 
 
-def test_a_small_model_needs_one_device(make_request: MakeRequest) -> None:
-    plan = search_configurations(make_request("gpt2-large", 2, "h200", 64))
+def test_a_small_model_needs_one_device(plan_of_gpt2_large: Plan) -> None:
+    plan = plan_of_gpt2_large
     winner = plan.ranked[0]
     assert "The bottleneck is arithmetic" in bottleneck_sentence(plan)
     assert "One device is enough" in one_device_sentence(plan.request, winner)
     assert "(vpp2x18). Context parallelism takes" in families_sentence(plan, winner)
 
 
-def test_a_large_model_does_not_fit_one_device(make_request: MakeRequest) -> None:
-    plan = search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
+def test_a_large_model_does_not_fit_one_device(plan_of_175b: Plan) -> None:
+    plan = plan_of_175b
     winner = plan.ranked[0]
     assert one_device_sentence(plan.request, winner).startswith("One device is not enough")
     assert "cannot be split evenly" in families_sentence(plan, winner)
@@ -83,8 +83,8 @@ def test_the_runner_up_is_compared_in_numbers(make_request: MakeRequest) -> None
     assert "ms of" in runner_up_sentence(first, slower)
 
 
-def test_three_ties_are_named_and_the_others_counted(make_request: MakeRequest) -> None:
-    plan = search_configurations(make_request("gpt2-large", 2, "h200", 64))
+def test_three_ties_are_named_and_the_others_counted(plan_of_gpt2_large: Plan) -> None:
+    plan = plan_of_gpt2_large
     winner = plan.ranked[0]
     rule = "too close to rank, but all of them take longer."
     three = replace(plan, ranked=(winner,) * 4)
@@ -95,8 +95,8 @@ def test_three_ties_are_named_and_the_others_counted(make_request: MakeRequest) 
     assert tie_sentence(single) == "dp2 within 3% is too close to rank, but it takes longer."
 
 
-def test_every_part_of_the_time_has_a_sentence_for_saving_it(make_request: MakeRequest) -> None:
-    winner = search_configurations(make_request("gpt2-large", 2, "h200", 64)).ranked[0]
+def test_every_part_of_the_time_has_a_sentence_for_saving_it(plan_of_gpt2_large: Plan) -> None:
+    winner = plan_of_gpt2_large.ranked[0]
     for part in TIME_COMPONENTS:
         longer: dict[str, Any] = {part: getattr(winner.seconds, part) + 1.0}
         slower = replace(winner, seconds=replace(winner.seconds, **longer))

@@ -58,7 +58,9 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
             plain = Parallelism(data, tensor, pipeline, context, sequence_parallel=sequence)
             layers = request.template.shape.layers
             stages = choose_stage_split(layers, pipeline) or EVEN_SPLIT
-            for virtual, sharding in product(range(1, 37), tuple(Sharding)[:4]):
+            # A model without pipeline stages has no virtual ones: the second number is refused.
+            most_virtual = -(-(layers + 2) // pipeline) if pipeline > 1 else 2
+            for virtual, sharding in product(range(1, most_virtual + 1), tuple(Sharding)[:4]):
                 if sharding and data * context == 1:
                     continue
                 for recompute in (Recompute.NONE, Recompute.FULL):
@@ -76,7 +78,7 @@ def every_legal_configuration(request: Request) -> Iterator[RunSpec]:
 
 @pytest.mark.parametrize(
     ("devices", "batch", "gpu", "layers"),
-    [(2, 6, "h200", 36), (4, 8, "rtx4090", 36), (4, 4, "rtx4090", 34)],
+    [(2, 6, "h200", 36), (4, 4, "rtx4090", 36), (4, 2, "rtx4090", 34)],
 )
 def test_search_finds_the_same_winner_as_exhaustive_enumeration(
     make_request: MakeRequest, devices: int, batch: int, gpu: str, layers: int
@@ -130,7 +132,7 @@ def test_seconds_per_sample_do_not_grow_with_the_micro_batch(
 
 @pytest.mark.parametrize(
     ("model", "devices", "batch", "gpu"),
-    [("mixtral-8x7b", 16, 48, "h100"), ("moe-tiny", 4, 24, "cpu")],
+    [("mixtral-8x7b", 16, 4, "h100"), ("moe-tiny", 4, 4, "cpu")],
 )
 def test_pruned_candidates_of_a_mixture_are_slower_than_all_kept_ones(
     make_request: MakeRequest, model: str, devices: int, batch: int, gpu: str
@@ -144,8 +146,8 @@ def test_pruned_candidates_of_a_mixture_are_slower_than_all_kept_ones(
     assert kept == every[1 : len(plan.ranked)]
 
 
-def test_two_h200_are_best_used_data_parallel(make_request: MakeRequest) -> None:
-    plan = search_configurations(make_request("gpt2-large", 2, "h200", 64))
+def test_two_h200_are_best_used_data_parallel(plan_of_gpt2_large: Plan) -> None:
+    plan = plan_of_gpt2_large
     assert plan.ranked[0].strategy in {"dp2", "dp2-zero1"}
     assert len({candidate.strategy for candidate in plan.ranked}) == 10
 
@@ -171,14 +173,9 @@ def test_named_strategies_train_the_requested_samples_in_micro_batches_that_fit(
     assert sizes["tp2"] == Batch(4, 60)
 
 
-@pytest.fixture(scope="module")
-def plan_of_175b(make_request: MakeRequest) -> Plan:
-    return search_configurations(make_request("gpt3-175b", 1024, "a100", 1536))
-
-
-def test_175b_on_1024_devices_is_split_in_every_dimension(plan_of_175b: Plan) -> None:
+def test_175b_on_128_devices_is_split_in_every_dimension(plan_of_175b: Plan) -> None:
     plan = plan_of_175b
-    assert plan.legal > 100_000
+    assert plan.legal > 40_000
     assert plan.winner is not None
     split = plan.winner.spec.parallelism
     assert split.tensor > 1
@@ -186,10 +183,10 @@ def test_175b_on_1024_devices_is_split_in_every_dimension(plan_of_175b: Plan) ->
     assert split.data > 1
 
 
-def test_126_layers_on_16384_devices_use_pipeline_parallelism(
+def test_126_layers_on_512_devices_use_pipeline_parallelism(
     make_request: MakeRequest,
 ) -> None:
-    request = make_request("llama3-8b", 16384, "h100", 2048)
+    request = make_request("llama3-8b", 512, "h100", 64)
     shape = replace(
         request.template.shape,
         layers=126,
@@ -197,7 +194,8 @@ def test_126_layers_on_16384_devices_use_pipeline_parallelism(
         heads=128,
         ffn_hidden=53248,
     )
-    plan = search_configurations(replace(request, template=replace(request.template, shape=shape)))
+    request = replace(request, template=replace(request.template, shape=shape))
+    plan = search_configurations(request, kept=1)
     assert plan.winner is not None
     assert plan.winner.spec.parallelism.pipeline > 2
     assert plan.winner.spec.stages == StageSplit(embedding=True, loss=True)
@@ -208,9 +206,14 @@ def test_126_layers_on_16384_devices_use_pipeline_parallelism(
 
 
 def test_experts_are_searched_over_their_ranks(make_request: MakeRequest) -> None:
-    request = make_request("gpt2-large", 4, "h200", 8)
+    request = make_request("gpt2-large", 4, "h200", 4)
     shape = replace(
-        request.template.shape, experts=8, experts_per_token=2, expert_ffn_hidden=5120, bias=False
+        request.template.shape,
+        layers=6,
+        experts=8,
+        experts_per_token=2,
+        expert_ffn_hidden=5120,
+        bias=False,
     )
     template = replace(request.template, shape=shape, dtype="bf16")
     plan = search_configurations(replace(request, template=template), kept=1000)
@@ -245,9 +248,15 @@ def test_modules_are_recomputed_where_that_is_faster_than_full_layers(
 
 
 def test_tensor_parallelism_larger_than_a_node_is_not_searched(make_request: MakeRequest) -> None:
-    plan = search_configurations(make_request("gpt3-175b", 64, "h100", 64), slack=10)
-    assert len(plan.examined) > 100
-    assert max(candidate.spec.parallelism.tensor for candidate in plan.examined) <= 8
+    request = make_request("gpt2-large", 16, "h100", 2)
+    assert request.template.shape.heads == 16
+    assert max(split.tensor for split in enumerate_splits(request.template.shape, 16)) == 16
+    shape = replace(request.template.shape, layers=4)
+    plan = search_configurations(
+        replace(request, template=replace(request.template, shape=shape)), kept=1000
+    )
+    assert plan.legal == len(plan.examined)
+    assert max(candidate.spec.parallelism.tensor for candidate in plan.examined) == 8
 
 
 def test_frontier_contains_candidates_that_no_other_beats_in_time_and_memory(
