@@ -47,13 +47,15 @@ def find_planned_model(text: str) -> Model:
     """
     if is_hub_id(text):
         return _find_hub_model(text)
-    if is_model_file(text) or text not in published_model_names():
-        _suggest_published_name(text)
-        return find_model(text)
     try:
         return find_model(text)
     except UnknownModelError:
-        return build_published_model(text)
+        if is_model_file(text):
+            raise
+        if text in published_model_names():
+            return build_published_model(text)
+        _suggest_published_name(text)
+        raise
 
 
 def _find_hub_model(hub_id: str) -> Model:
@@ -175,10 +177,11 @@ def _position_embedding(shape: ModelShape) -> str:
 def _suggest_published_name(text: str) -> None:
     """Raise an UnknownModelError that suggests a published model, if the name most similar to `text` is one.
 
-    Nothing happens if `text` is a file, or if the most similar name is a model of the kit.
+    Nothing happens if the most similar name is a model of the kit.
+
+    Args:
+        text: Name that neither the kit nor `models.yaml` has.
     """
-    if is_model_file(text):
-        return
     planned = [name for name in published_model_names() if "refused" not in model_facts(name)]
     near = difflib.get_close_matches(text, (*model_names(), *planned), n=1)
     if near and near[0] not in model_names():
