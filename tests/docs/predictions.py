@@ -104,7 +104,7 @@ def _best(
     model: str, gpus: int, gpu: str, samples: int | None, seq_length: int | None, other: str
 ) -> str:
     request = request_of(model, gpus, gpu, samples, seq_length)
-    winner = search_configurations(request).winner
+    winner = search_configurations(request, kept=1).winner
     assert winner is not None
     compared = next(
         candidate
@@ -219,8 +219,8 @@ def _size_row(model: str, gpus: int) -> SizeRow:
     pure = find_best_of_each_family(request)
     unsplit = [pure[kind] for kind in pure if kind in FAMILIES_OF_OTHER_TRAINERS]
     plain = [candidate for candidate in unsplit if candidate.is_recommended]
-    # The search keeps more candidates than there are strategies without a split.
-    ranked = search_configurations(request).ranked
+    # Without a split there are four strategies: replicas and three stages of ZeRO. A fifth one has a split.
+    ranked = search_configurations(request, kept=5).ranked
     split = next(
         (
             candidate

@@ -11,7 +11,7 @@ from parakit.formatting.units import duration, gib
 from parakit.planner.advice import StrategyFamily, find_best_of_each_family
 from parakit.planner.options import PlanOptions
 from parakit.planner.request import build_request
-from parakit.planner.search import Candidate, search_configurations
+from parakit.planner.search import Candidate, search_tied_strategies
 
 GPU = "a100"
 CASES = (
@@ -46,7 +46,7 @@ def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
     asked = PlanOptions(model, GPU, gpus=devices, global_batch=batch)
     request = build_request(asked)
     fastest = min(
-        search_configurations(request).ranked,
+        search_tied_strategies(request),
         key=lambda candidate: candidate.seconds.total,
         default=None,
     )
