@@ -166,12 +166,11 @@ def repeats(level, between, count, generator, length=8):
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 5])
-@pytest.mark.parametrize("between", [0.005, 0.01, 0.02])
+@pytest.mark.parametrize(("count", "between"), [(1, 0.01), (2, 0.01), (3, 0.02), (5, 0.005)])
 def test_at_most_six_percent_of_equal_configurations_are_called_different(between, count):
-    """In 2000 to 4000 pairs of each kind at most 5.2% were; 400 of one seed scatter by 1.1%."""
+    """In 2000 to 4000 pairs of each kind at most 5.2% were; 300 of one seed scatter by 1.3%."""
     generator = np.random.default_rng(2)
-    false, pairs = 0, 400
+    false, pairs = 0, 300
     for _ in range(pairs):
         first, two = (known(*repeats(100, between, count, generator)) for _ in range(2))
         false += compare_times(first, two).verdict is not TimeVerdict.NOISE
@@ -186,7 +185,8 @@ def estimate_of_drawn_runs(runs, between, generator):
     return estimate_from_medians(medians, within, ON_GPUS, counts, IntervalMethod.BOOTSTRAP)
 
 
-SIDES = [(runs, between) for runs in (1, 2, 3, 5) for between in (0.003, 0.01, 0.03)]
+SIDES = [(runs, between) for runs in (1, 2) for between in (0.003, 0.03)]
+SIDES += [(runs, between) for runs in (3, 5) for between in (0.003, 0.01, 0.03)]
 
 
 @pytest.fixture(scope="module")
@@ -235,25 +235,13 @@ def test_one_noisy_run_against_several_is_undecidable():
     assert not compare_times(several, several).is_undecidable
 
 
-def test_uneven_numbers_of_runs_hold_the_promise_too():
-    generator = np.random.default_rng(9)
+def test_sides_that_scatter_unequally_are_not_called_different():
+    """Where both sides' runs were taken to scatter alike, 16 to 20% of such pairs were."""
+    sides = ((0.005, 5), (0.02, 3))
+    generator = np.random.default_rng(4)
     false, pairs = 0, 400
     for _ in range(pairs):
-        first, five = (known(*repeats(100, 0.02, count, generator)) for count in (1, 5))
-        false += compare_times(first, five).verdict is not TimeVerdict.NOISE
-    assert false <= 0.06 * pairs
-
-
-@pytest.mark.parametrize(
-    ("reference", "two"),
-    [((0.005, 5), (0.02, 3)), ((0.002, 3), (0.02, 3)), ((0.005, 5), (0.01, 3))],
-)
-def test_sides_that_scatter_unequally_are_not_called_different(reference, two):
-    """Where both sides' runs were taken to scatter alike, 16 to 20% of such pairs were."""
-    generator = np.random.default_rng(4)
-    false, pairs = 0, 600
-    for _ in range(pairs):
-        first, second = (known(*repeats(100, *side, generator)) for side in (reference, two))
+        first, second = (known(*repeats(100, *side, generator)) for side in sides)
         false += compare_times(first, second).verdict is not TimeVerdict.NOISE
     assert false <= 0.07 * pairs
 

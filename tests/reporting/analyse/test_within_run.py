@@ -123,11 +123,11 @@ def test_pure_noise_rarely_changes_and_no_argument_is_its_cause(tmp_path, kept):
         for value in range(1, 26)
     ] + ["  eval_interval ................................ 5", "  manual_gc_interval .......... 3"]
     changes = []
-    for seed in range(60):
+    for seed in range(25):  # With 25 seeds, every value of the defaults is in one of the logs.
         remarks = [(0, line) for line in defaults[seed % 25 :: 25]]
         text = "\n".join(line for _, line in remarks)
         changes += shifts(tmp_path, correlated(25, seed, 0.1, kept), more=[(0, text)])
-    assert len(changes) <= 3
+    assert len(changes) <= 1
     assert not any("(as --" in item.text or "as often as" in item.text for item in changes)
 
 

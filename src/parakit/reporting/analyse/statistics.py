@@ -14,6 +14,7 @@ of freedom the quantiles here differ from scipy's by less than 0.07%, and p-valu
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -364,6 +365,7 @@ def smallest_visible_difference(runs: int, scatter: float, assumed_freedom: floa
     return math.expm1(factor * scatter * math.sqrt(2 / runs))
 
 
+@functools.lru_cache(maxsize=256)
 def student_quantile(freedom: float) -> float:
     """Return the two-sided 95% quantile of Student's t distribution.
 
