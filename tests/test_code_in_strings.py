@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,16 @@ from parakit.config.files import ROOT
 
 FILES = sorted((ROOT / "tests").rglob("*.py"))
 _IMPORT = re.compile(r"from ((?:parakit|megatron_patches|tools|tests)[\w.]*) import ([\w, ]+)")
+_AFTER_IMPORTS = re.compile(r"^(?:def |class |async |@|if |for |\w+[^\n=]*=)", re.MULTILINE)
 
 
 def _imports_in_strings(file: Path) -> Iterator[tuple[str, str]]:
     """Yield module and name of each import of the kit's modules in the strings of a file."""
-    for node in ast.walk(ast.parse(file.read_text())):
+    text = file.read_text()
+    code = _AFTER_IMPORTS.search(text)
+    if code is None or not _IMPORT.search(text, code.start()):
+        return  # Parsing all files would take seconds, and most import only at their top.
+    for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for module, names in _IMPORT.findall(node.value):
                 for name in names.split(","):
@@ -32,6 +38,7 @@ def _file_of(module: str) -> Path | None:
     return None
 
 
+@cache
 def _bound_names(file: Path) -> set[str]:
     """Return the names that a module binds anywhere, so that a condition does not hide one."""
     names = set()
@@ -64,6 +71,15 @@ def _can_be_imported(module: str, name: str) -> bool:
 )
 def test_names_are_looked_up_in_the_source(module: str, name: str, there: bool) -> None:
     assert _can_be_imported(module, name) is there
+
+
+def test_an_import_in_a_string_is_found_and_one_of_the_file_is_not(tmp_path: Path) -> None:
+    file = tmp_path / "test_one.py"
+    program = 'CODE = """\nfrom parakit.config import files\n"""\n'
+    file.write_text(f"from parakit.config.files import ROOT\n\n{program}")
+    assert list(_imports_in_strings(file)) == [("parakit.config", "files")]
+    file.write_text("from parakit.config.files import ROOT\n\nFILES = ROOT\n")
+    assert list(_imports_in_strings(file)) == []
 
 
 def test_programs_in_strings_import_existing_names() -> None:
