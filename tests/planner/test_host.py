@@ -7,7 +7,7 @@ import pytest
 from parakit.config.experts import ExpertLoad
 from parakit.config.model import load_model
 from parakit.config.recompute import Recompute
-from parakit.config.run import RunSpec
+from parakit.config.run import RunSpec, TokenDispatcher
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.planner.readings.published import usual_cluster
 from parakit.planner.time.cluster import Calibration, Cluster
@@ -18,7 +18,7 @@ from parakit.planner.time.host import (
     launch_seconds,
     micro_batch_host_seconds,
     split_launch_seconds,
-    unhidden_launch_fraction,
+    unhidden_launch_seconds,
 )
 from parakit.planner.time.iteration import _exposed_sync_seconds, iteration_seconds
 
@@ -78,9 +78,21 @@ def test_experts_expose_a_part_of_their_launches_unless_padded() -> None:
     shape = load_model("mixtral-8x7b").shape
     spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), dropout=0.0)
     padded = replace(spec, expert_load=ExpertLoad(capacity=1.0, pads_to_capacity=True))
-    assert unhidden_launch_fraction(spec, on()) == 0.2
-    assert unhidden_launch_fraction(padded, on()) == 0
-    assert unhidden_launch_fraction(padded, on(blocking=True)) == 1
+    assert unhidden_launch_seconds(spec, on(), 10.0, 0.0) == 2.0
+    assert unhidden_launch_seconds(padded, on(), 10.0, 0.0) == 0
+    assert unhidden_launch_seconds(padded, on(blocking=True), 10.0, 0.0) == 10.0
+
+
+def test_the_first_all_to_all_of_a_layer_runs_while_the_host_launches_after_its_wait() -> None:
+    shape = load_model("mixtral-8x7b").shape
+    spec = RunSpec(shape, Parallelism(data=8, expert=8), Batch(1, 8), dropout=0.0)
+    # One of four exchanges is the first of forward, and two of six with recomputed experts.
+    assert unhidden_launch_seconds(spec, on(), 10.0, expert_seconds=6.0) == 2.0 - 6.0 / 4
+    recomputed = replace(spec, recompute=Recompute.FULL)
+    assert unhidden_launch_seconds(recomputed, on(), 10.0, expert_seconds=3.0) == 2.0 - 3.0 / 3
+    assert unhidden_launch_seconds(spec, on(), 10.0, expert_seconds=100.0) == 0
+    deep_ep = replace(spec, token_dispatcher=TokenDispatcher.DEEP_EP)
+    assert unhidden_launch_seconds(deep_ep, on(), 10.0, expert_seconds=6.0) == 2.0
 
 
 def test_1f1b_waits_for_each_exchange_and_the_interleaved_schedule_does_not() -> None:

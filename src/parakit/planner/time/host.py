@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import log2, sqrt
 
 from parakit.config.model import ATTENTION, EXPERTS, MAMBA, MLP, MTP
-from parakit.config.run import DeviceKind, RunSpec
+from parakit.config.run import DeviceKind, RunSpec, TokenDispatcher
 from parakit.costs import CollectiveCall, list_adapted_linears
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.traffic import softmax_is_fused
@@ -100,17 +100,38 @@ def split_launch_seconds(spec: RunSpec, seconds: float) -> HostSeconds:
     return HostSeconds(forward, seconds - forward)
 
 
-def unhidden_launch_fraction(spec: RunSpec, cluster: Cluster) -> float:
-    """Return the fraction of a layer's launches that the device waits for, however long its own work takes.
+def unhidden_launch_seconds(
+    spec: RunSpec, cluster: Cluster, launches: float, expert_seconds: float
+) -> float:
+    """Return the launch seconds of a layer that the device waits for, however long its own work takes.
 
-    The fraction is 1 if the host and the device never work at the same time: on CPU ranks, and with blocking launches.
-    It is `_ROUTING_WAIT` for experts, because the host needs the number of tokens per expert. If inputs are padded to
-    a capacity, the number is known without waiting (`token_dispatcher.py: cuda_sync_point`).
+    These are all launches if the host and the device never work at the same time: on CPU ranks, and with blocking
+    launches. For experts they are `_ROUTING_WAIT` of the launches, because the host needs the number of tokens per
+    expert. If inputs are padded to a capacity, the number is known without waiting (`token_dispatcher.py:
+    cuda_sync_point`).
+
+    The host waits just before it launches the first all-to-all of a layer (`token_dispatcher.py: before_ep_alltoall`,
+    core 0.8 to 0.14). The device runs this all-to-all while the host launches the next kernels, so the seconds of the
+    all-to-all are subtracted. Nothing is subtracted for DeepEP and HybridEP, which exchange tokens in the call that
+    waits.
+
+    Args:
+        spec: The run.
+        cluster: The cluster.
+        launches: Seconds of all launches of the layer per micro batch.
+        expert_seconds: Seconds of the layer's exchanges of tokens between experts per micro batch, in all passes.
     """
     if cluster.execution.blocking or not cluster.calibration.launch_beside_work:
-        return 1.0
+        return launches
     waits_for_routing = bool(spec.shape.experts) and not spec.expert_load.pads_to_capacity
-    return _ROUTING_WAIT if waits_for_routing else 0.0
+    if not waits_for_routing:
+        return 0.0
+    overlapped = 0.0
+    if spec.token_dispatcher is TokenDispatcher.ALL_TO_ALL:
+        # Forward and its recomputation wait, and exchange tokens twice each. Backward exchanges tokens twice.
+        forwards = 2 if spec.recompute.recomputes("moe") else 1
+        overlapped = expert_seconds * forwards / (2 * forwards + 2)
+    return max(0.0, _ROUTING_WAIT * launches - overlapped)
 
 
 def micro_batch_host_seconds(spec: RunSpec, cluster: Cluster) -> HostSeconds:

@@ -59,7 +59,7 @@ from parakit.planner.time.host import (
     launch_seconds,
     micro_batch_host_seconds,
     split_launch_seconds,
-    unhidden_launch_fraction,
+    unhidden_launch_seconds,
 )
 from parakit.planner.time.offload import attention_mask_copy_seconds, exposed_copy_seconds
 from parakit.planner.time.rates import DeviceRates, compute_device_rates
@@ -467,7 +467,7 @@ def _layer_time(spec: RunSpec, cluster: Cluster) -> tuple[_Piece, LayerSeconds]:
     busy = matmul + attention + memory_bound + calls.tensor_parallel + context_parallel
     launches = calls.launches + context_launch_seconds(spec, cluster)
     host = split_launch_seconds(spec, launches)
-    waiting = unhidden_launch_fraction(spec, cluster) * launches
+    waiting = unhidden_launch_seconds(spec, cluster, launches, calls.expert_parallel)
     if cluster.execution.summed_profiles:
         waiting = max(waiting, launches - busy)
     if waiting >= launches or cluster.execution.summed_profiles:
