@@ -179,24 +179,38 @@ def _draw_all(timelines: Sequence[SimulatedSchedule], path: Path) -> None:
 def _draw_schedule(axes: Axes, timeline: SimulatedSchedule, longest: float) -> None:
     """Draw the timeline of one schedule, one row per stage. The time axis ends at `longest`."""
     axes.broken_barh([(0, timeline.length)], (-0.42, timeline.pipeline - 1 + 0.84), color=_IDLE)
+    spans: dict[int, list[tuple[float, float]]] = {}
+    colours: dict[int, list[str]] = {}
     for event in timeline.events:
         is_odd = event.step.chunk % 2 == 1
         duration = event.end - event.start
         dark, light = _FORWARD if event.step.direction is Pass.FORWARD else _BACKWARD
         colour = light if is_odd else dark
-        style: dict[str, Any] = {"facecolor": colour, "edgecolor": "white", "linewidth": 0.5}
-        axes.broken_barh([(event.start, duration)], (event.worker - 0.42, 0.84), **style)
+        spans.setdefault(event.worker, []).append((event.start, duration))
+        colours.setdefault(event.worker, []).append(colour)
         width = 100 * duration / longest
         if width > _NARROWEST_LABEL:
             # Micro batches are numbered within their iteration.
             number = str(event.step.microbatch % timeline.microbatches + 1)
-            style = {
+            style: dict[str, Any] = {
                 "fontsize": 6.5 if width > _NARROW_LABEL else 5,
                 "ha": "center",
                 "va": "center",
             }
             middle = (event.start + event.end) / 2
-            axes.text(middle, event.worker, number, color="black" if is_odd else "white", **style)
+            label = axes.text(
+                middle, event.worker, number, color="black" if is_odd else "white", **style
+            )
+            # Labels lie inside their bars: the layout need not measure hundreds of them.
+            label.set_in_layout(False)
+    for worker, stage_spans in spans.items():
+        # There is one call per stage, because matplotlib computes the limits of the axes anew at each call.
+        bar: dict[str, Any] = {
+            "facecolors": colours[worker],
+            "edgecolor": "white",
+            "linewidth": 0.5,
+        }
+        axes.broken_barh(stage_spans, (worker - 0.42, 0.84), **bar)
     axes.set_yticks(range(timeline.pipeline), [f"stage {i}" for i in range(timeline.pipeline)])
     axes.invert_yaxis()
     axes.set_xlim(0, longest)
