@@ -8,14 +8,17 @@ import pytest
 
 from parakit.config.files import ROOT
 from parakit.config.model import load_model
+from parakit.planner.advice import request_sentence
+from parakit.planner.request import build_request
+from tests.given import asked_of_plan
+from tests.planner.printed import print_plan
 from tests.program import run_plan as main
 
 CONTRACT = ["--model", "gpt2-large", "--gpus", "2", "--gpu", "h200", "--global-batch", "64"]
 
 
-def test_json_holds_the_ranking_with_every_component(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*CONTRACT, "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+def test_json_holds_the_ranking_with_every_component() -> None:
+    plan = json.loads(print_plan(" ".join([*CONTRACT, "--json"])))
     assert plan["winner"]["strategy"] == "dp2"
     assert len(plan["ranked"]) == 10
     for entry in plan["ranked"]:
@@ -26,11 +29,9 @@ def test_json_holds_the_ranking_with_every_component(capsys: pytest.CaptureFixtu
     assert plan["assumptions"]
 
 
-def test_json_has_the_answers_of_the_first_screen(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*CONTRACT, "--json"]) == 0
-    advice = json.loads(capsys.readouterr().out)["advice"]
-    assert main(CONTRACT) == 0
-    printed = " ".join(capsys.readouterr().out.split())
+def test_json_has_the_answers_of_the_first_screen() -> None:
+    advice = json.loads(print_plan(" ".join([*CONTRACT, "--json"])))["advice"]
+    printed = " ".join(print_plan(" ".join(CONTRACT)).split())
     assert advice[0].startswith("Use DP 2; ")
     for answer in advice:
         assert " ".join(answer.removeprefix("Use ").split()) in printed
@@ -107,6 +108,7 @@ def test_model_that_does_not_fit_states_the_number_of_devices_it_needs(
     arguments = "--model gpt3-13b --gpus 2 --gpu rtx4090 --global-batch 2"
     assert main(arguments.split()) == 1
     error = capsys.readouterr().err
+    assert "does not fit on 2" in error
     assert "misses by" in error
     assert "It fits on" in error
 
@@ -140,18 +142,15 @@ def test_a_longer_sequence_is_planned_with_more_positions(
     assert "--seq-length 4096 --max-position-embeddings 4096" in plan["winner"]["command"]
 
 
-def test_the_picture_is_an_svg_with_both_panels(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_picture_is_an_svg_with_both_panels(tmp_path: Path) -> None:
     pictures = [tmp_path / "a.svg", tmp_path / "b.svg"]
     for picture in pictures:
-        assert main([*CONTRACT, "--svg", str(picture)]) == 0
+        assert main([*CONTRACT, "--json", "--svg", str(picture)]) == 0
     text = pictures[0].read_text()
     assert ElementTree.fromstring(text).tag.endswith("svg")
     assert "Winner: dp2" in text
     assert "device memory" in text
     assert text == pictures[1].read_text()
-    assert capsys.readouterr().out
 
 
 def test_schedules_are_compared_and_drawn(
@@ -186,7 +185,7 @@ def test_batch_in_a_model_file_is_used_unchanged(
 ) -> None:
     args_file = tmp_path / "own.args"
     args_file.write_text((ROOT / "examples/gpt3/models/gpt2-large.args").read_text() + "\n")
-    arguments = ["--model", str(args_file), "--gpus", "8", "--gpu", "h200"]
+    arguments = ["--model", str(args_file), "--gpus", "2", "--gpu", "h200"]
     stated = load_model("gpt2-large").batch.global_batch_size
     assert main(arguments) == 0
     out = capsys.readouterr().out
@@ -194,18 +193,25 @@ def test_batch_in_a_model_file_is_used_unchanged(
     assert "--global-batch" not in out.partition("Run it\n")[2].splitlines()[0]
 
 
-def test_batch_in_a_file_of_the_kit_is_rounded_up_to_the_devices(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["--model", "gpt2-tiny", "--gpus", "8", "--gpu", "h200"]) == 0
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "a global batch of 8 sequences of 64 tokens" in printed
-    assert "(the batch of the model's file, rounded up to a multiple of the devices)" in printed
+def describe_request(arguments: str) -> str:
+    """Return the sentence on the job, with which the first screen begins."""
+    return request_sentence(build_request(asked_of_plan(arguments.split())))
 
 
-def test_a_small_model_has_millions_of_parameters(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--model", "gpt2-tiny", "--gpus", "1"]) == 0
-    assert "gpt2-tiny has 3.4 million parameters" in capsys.readouterr().out
+def test_batch_in_a_file_of_the_kit_is_rounded_up_to_the_devices() -> None:
+    sentence = describe_request("--model gpt2-tiny --gpus 8 --gpu h200")
+    assert "a global batch of 8 sequences of 64 tokens" in sentence
+    assert "(the batch of the model's file, rounded up to a multiple of the devices)" in sentence
+
+
+def test_an_assumed_global_batch_is_named_and_a_stated_one_is_not() -> None:
+    assumption = "(the batch of the model's file)"
+    assert assumption in describe_request("--model gpt2-large --gpus 2")
+    assert assumption not in describe_request("--model gpt2-large --gpus 2 --global-batch 128")
+
+
+def test_a_small_model_has_millions_of_parameters() -> None:
+    assert "gpt2-tiny has 3.4 million parameters" in describe_request("--model gpt2-tiny --gpus 1")
 
 
 def test_network_ports_per_node_are_printed_and_shared_by_devices(
@@ -231,5 +237,4 @@ def test_network_ports_per_node_are_printed_and_shared_by_devices(
         seconds.append(layout["time"]["gradient_sync"])
     assert seconds[0] == seconds[1]
     assert seconds[2] == pytest.approx(8 * seconds[0], rel=0.05)
-    assert main(arguments[:-3]) == 0
-    assert "one port per GPU, the default" in " ".join(capsys.readouterr().out.split())
+    assert "one port per GPU, the default" in describe_request(" ".join(arguments[:-3]))

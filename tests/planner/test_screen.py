@@ -4,31 +4,26 @@ from math import ceil
 
 import pytest
 
-from parakit.formatting.terminal import wide_console
-from parakit.planner import command
-from tests.program import run_plan as main
+from parakit.config.model import model_names
+from tests.planner.printed import WIDTH, print_plan
 
-MOST_LINES, WIDTH = 25, 100
-
-
-def print_plan(arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    assert main(arguments.split()) == 0
-    return capsys.readouterr().out
+MOST_LINES = 25
+SMALL = "--model gpt2-large --gpus 2"
+PUBLISHED = "--model llama2-7b --gpus 8 --gpu h100"
+"""Question on a model of which the kit has no file."""
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        "--model llama3-8b --gpus 64 --gpu h100",
+        "--model llama3-8b --gpus 4 --nodes 2 --gpu h100",
         "--model mixtral-8x7b --gpus 16 --gpu h100",
-        "--model gpt3-13b --gpus 8 --gpu a100-80g",
+        PUBLISHED,
+        SMALL,
     ],
 )
-def test_first_screen_has_at_most_twenty_five_lines(
-    arguments: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(command, "wide_console", lambda: wide_console(WIDTH))
-    lines = print_plan(arguments, capsys).strip().splitlines()
+def test_first_screen_has_at_most_twenty_five_lines(arguments: str) -> None:
+    lines = print_plan(arguments).strip().splitlines()
     # Commands are not wrapped by the kit, so the terminal wraps them.
     assert sum(ceil(len(line) / WIDTH) for line in lines) <= MOST_LINES
     names = ["Use", "Time", "Memory", "Why", "How sure", "Changes it", "Run it"]
@@ -38,50 +33,39 @@ def test_first_screen_has_at_most_twenty_five_lines(
     assert any(line.startswith(("As good", "Next best")) for line in lines)
 
 
-def test_first_screen_says_what_twice_the_batch_would_change(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    screen = " ".join(print_plan("--model gpt2-large --gpus 2", capsys).split())
+def test_first_screen_says_what_twice_the_batch_would_change() -> None:
+    screen = " ".join(print_plan(SMALL).split())
     changes = screen.partition("Changes it")[2].partition("Run it")[0]
     assert "a quarter of nvlink4's rate" in changes
     assert "twice the global batch" in changes
 
 
-def test_smaller_batch_is_tried_if_nobody_stated_the_batch(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    question = "--model llama2-7b --gpus 8 --gpu h100"
-    assert "a global batch of 256" in " ".join(print_plan(question, capsys).split())
+def test_smaller_batch_is_tried_if_nobody_stated_the_batch() -> None:
+    assert "a global batch of 256" in " ".join(print_plan(PUBLISHED).split())
 
 
-def test_nearest_measurement_comes_with_dtype_and_source(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    screen = " ".join(print_plan("--model gpt2-large --gpus 2", capsys).split())
+def test_nearest_measurement_comes_with_dtype_and_source() -> None:
+    screen = " ".join(print_plan(SMALL).split())
     assert "0.77B on 2 H200 in fp16 (examples/gpt3/published.yaml): 0.4372 s" in screen
 
 
-def test_screen_has_the_kits_command_and_torchrun_with_the_planned_flags(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    screen = print_plan("--model gpt2-large --gpus 16 --gpu a100-80g", capsys)
+def test_screen_has_the_kits_command_and_torchrun_with_the_planned_flags() -> None:
+    screen = print_plan(f"{SMALL} --nodes 2")
     commands = [line.strip() for line in screen.partition("Run it\n")[2].splitlines()]
     assert commands[0].startswith("parakit train-")
     assert "torchrun --nnodes 2 " in commands[1]
     assert "pretrain_gpt.py $MODEL_FLAGS --" in commands[1]
 
 
-def test_a_published_model_without_data_has_no_warning_on_its_vocabulary(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    screen = print_plan("--model qwen3-30b-a3b --gpus 16 --gpu h100", capsys)
+def test_a_published_model_without_data_has_no_warning_on_its_vocabulary() -> None:
+    assert "llama2-7b" not in model_names()
+    screen = print_plan(PUBLISHED)
     assert "GPT-2" not in screen
     assert "parakit train-" not in screen, "the kit has no file of the model"
     assert "pretrain_gpt.py $MODEL_FLAGS --" in screen
 
 
-def test_for_and_launcher_replace_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    question = "--model llama3-8b --gpus 8 --gpu h100"
-    assert "[parallelism]" in print_plan(f"{question} --for torchtitan", capsys)
-    script = print_plan(f"{question} --launcher slurm", capsys).partition("Run it\n")[2]
-    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=llama3-8b\n")
+def test_for_and_launcher_replace_the_command() -> None:
+    assert "[parallelism]" in print_plan(f"{SMALL} --for torchtitan")
+    script = print_plan(f"{SMALL} --launcher slurm").partition("Run it\n")[2]
+    assert script.startswith("#!/bin/bash\n#SBATCH --job-name=gpt2-large\n")
