@@ -69,7 +69,7 @@ def test_deep_ep_is_used_only_with_a_number_of_ranks_that_it_knows(
 def test_search_uses_options_for_experts_and_the_command_names_them(
     make_request: MakeRequest,
 ) -> None:
-    request = make_request("mixtral-8x7b", 16, "h100", 256)
+    request = make_request("mixtral-8x7b", 16, "h100", 32)
     plain = search_configurations(request, kept=3).winner
     plan = search_configurations(replace(request, expert_options=ALL), kept=3)
     assert plain is not None

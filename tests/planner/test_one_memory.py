@@ -1,6 +1,7 @@
 """A search and STRATEGY= predict one memory and one verdict for a strategy."""
 
 from collections.abc import Callable
+from functools import cache
 from itertools import islice
 
 import pytest
@@ -16,7 +17,7 @@ from parakit.planner.one_strategy import TimedStrategy, time_strategy
 from parakit.planner.options import PlanOptions
 from parakit.planner.request import build_request
 from parakit.planner.result import plan_strategies
-from parakit.planner.search import Candidate, Request, search_tied_strategies
+from parakit.planner.search import Candidate, Plan, Request, search_tied_strategies
 from parakit.planner.verdict import Fit, recommended_bytes
 
 GPT_BATCH_240 = PlanOptions(model="gpt2-8.3b", gpus=8, gpu="a100", dtype="bf16", global_batch=240)
@@ -49,12 +50,16 @@ def predict_by_name(options: PlanOptions, request: Request, candidate: Candidate
     )
 
 
+@cache
+def search_plan(question: str) -> Plan:
+    return plan_strategies(QUESTIONS[question]).plan
+
+
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_each_ranked_strategy_has_the_memory_and_verdict_of_its_prediction_by_name(
     question: str,
 ) -> None:
-    options = QUESTIONS[question]
-    plan = plan_strategies(options).plan
+    options, plan = QUESTIONS[question], search_plan(question)
     for candidate in plan.ranked:
         named = predict_by_name(options, plan.request, candidate).candidate
         assert named.strategy == candidate.strategy
@@ -76,7 +81,7 @@ def test_a_strategy_that_fits_only_by_the_closed_form_gives_way_to_one_that_fits
     ).candidate
     assert find_peak_rank(usual.spec)[1].total < 0.9 * device_bytes
     assert usual.memory.total > recommended_bytes(device_bytes)
-    plan = plan_strategies(GPT_BATCH_240).plan
+    plan = search_plan("gpt2-8.3b on 8 A100")
     assert plan.winner is not None
     assert plan.winner.seconds.total == pytest.approx(usual.seconds.total, rel=0.03)
     assert plan.winner.verdict is Fit.FITS
@@ -90,7 +95,7 @@ def test_a_strategy_that_fits_only_by_the_closed_form_gives_way_to_one_that_fits
 def test_a_smaller_micro_batch_of_the_same_strategy_takes_the_turn_of_one_that_does_not_fit() -> (
     None
 ):
-    plan = plan_strategies(QUESTIONS["gpt3-1.3b on one L40S"]).plan
+    plan = search_plan("gpt3-1.3b on one L40S")
     sizes = {
         candidate.spec.batch.micro_batch_size
         for candidate in plan.examined
@@ -115,7 +120,7 @@ def test_single_kinds_of_parallelism_have_the_memory_of_their_prediction_by_name
 def test_tied_strategies_are_those_of_the_plan_with_the_preferred_one_first(
     make_request: Callable[..., Request],
 ) -> None:
-    plan = plan_strategies(QUESTIONS["gpt2-large in fp16 on 2 H200"]).plan
+    plan = search_plan("gpt2-large in fp16 on 2 H200")
     tied = search_tied_strategies(plan.request)
     assert tied[0] == plan.winner
     assert {candidate.strategy for candidate in plan.tied} <= {

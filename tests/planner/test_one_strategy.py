@@ -22,7 +22,7 @@ from parakit.planner.options import RequestError
 from parakit.planner.readings.local_readings import add_rows, build_measurement_row
 from parakit.planner.readings.reading_to_spec import convert_measurement
 from parakit.planner.readings.table import read_measurements
-from parakit.planner.request import list_ignored_flags
+from parakit.planner.request import build_request, list_ignored_flags
 from parakit.planner.search import Request, evaluate_configuration
 from parakit.planner.time.iteration import iteration_seconds
 from tests.given import asked_of_plan, run
@@ -262,7 +262,7 @@ def seconds(data: dict[str, object]) -> float:
 def test_search_applies_extra_flags_lists_ignored_ones_and_prints_all_in_its_command(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["--model", "gpt3-13b", "--gpus", "64", "--gpu", "h100"]
+    arguments = ["--model", "gpt2-large", "--gpus", "4", "--gpu", "h100"]
     extra = "--overlap-grad-reduce --app-tag-run-name --recompute-granularity full"
     plain, changed = answer(capsys, *arguments), answer(capsys, *arguments, f"--extra={extra}")
     assert (plain["ignored_flags"], changed["ignored_flags"]) == (
@@ -332,7 +332,8 @@ def test_default_node_is_the_nvlink_domain_of_the_device(
     whole = answer(capsys, *arguments)
     assert seconds(whole) == seconds(answer(capsys, *arguments, "--gpus-per-node", "72"))
     assert seconds(whole) < seconds(answer(capsys, *arguments, "--gpus-per-node", "8"))
-    assert answer(capsys, "--model", "gpt2-large", "--gpus", "72", "--gpu", "gb200")["nodes"] == 1
+    searched = asked_of_plan(["--model", "gpt2-large", "--gpus", "72", "--gpu", "gb200"])
+    assert build_request(searched).cluster.nodes == 1
 
 
 def config(tmp_path: Path, **fields: object) -> str:
@@ -495,7 +496,7 @@ def test_expert_tensor_parallelism_is_refused_for_a_dense_model() -> None:
 def test_search_applies_the_expert_tensor_parallel_flag(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    arguments = ["--model", "mixtral-8x7b", "--gpu", "h100", "--gpus", "16", "--global-batch", "32"]
+    arguments = ["--model", "mixtral-8x7b", "--gpu", "h100", "--gpus", "16", "--global-batch", "8"]
     plan = answer(capsys, *arguments, f"--extra={WHOLE_EXPERTS}")
     assert plan["ignored_flags"] == []
     ranked = plan["ranked"]

@@ -10,7 +10,7 @@ from parakit.planner.recipes import ALL, DEFAULTS, TUNED, list_switches, search_
 from tests.planner.conftest import MakeRequest
 from tests.program import run_plan as main
 
-WORDS = "--model llama3-8b --gpus 16 --gpu h100 --global-batch 64"
+WORDS = "--model llama3-8b --gpus 8 --gpu h100 --global-batch 16"
 
 
 def names(recipe: str, make_request: MakeRequest, model: str, gpu: str) -> set[str]:

@@ -26,15 +26,15 @@ LLAMA_3_HOURS = 16_384 * 54 * 24 / 419
 
 @pytest.fixture(scope="module")
 def scaled() -> ScalingResult:
-    options = PlanOptions("gpt3-1.3b", "h100", global_batch=256)
-    return plan_scaling(options, (64, 8, 16), Failures(LLAMA_3_HOURS, 60.0, 600.0))
+    options = PlanOptions("gpt3-1.3b", "h100", global_batch=64)
+    return plan_scaling(options, (16, 2, 4), Failures(LLAMA_3_HOURS, 60.0, 600.0))
 
 
 def test_points_are_sorted_and_share_the_batch(scaled: ScalingResult) -> None:
-    assert [point.devices for point in scaled.points] == [8, 16, 64]
+    assert [point.devices for point in scaled.points] == [2, 4, 16]
     for point in scaled.points:
         assert point.result is not None
-        assert point.result.plan.request.global_batch == 256
+        assert point.result.plan.request.global_batch == 64
 
 
 def test_efficiency_is_per_doubling_within_its_range(scaled: ScalingResult) -> None:
@@ -46,7 +46,7 @@ def test_efficiency_is_per_doubling_within_its_range(scaled: ScalingResult) -> N
     before, after = second.before.tokens_per_second, second.after.tokens_per_second
     assert before is not None
     assert after is not None
-    # 16 to 64 devices are two doublings.
+    # 4 to 16 devices are two doublings.
     assert second.efficiency == pytest.approx(sqrt(after / before / 4))
 
 
@@ -59,7 +59,7 @@ def test_bend_is_named_with_the_component_that_grows(scaled: ScalingResult) -> N
     plan = replace(after.result.plan, ranked=(slowed,))
     bent = replace(after, result=replace(after.result, plan=plan))
     sentence = describe_bend([compare_points(before, bent)])
-    assert sentence.startswith("Scaling bends between 8 and 16 GPUs")
+    assert sentence.startswith("Scaling bends between 2 and 4 GPUs")
     assert "The reason is gradient synchronisation, which grows from" in sentence
     assert "does not bend" in describe_bend([compare_points(before, before_twice(scaled))])
 
@@ -101,7 +101,7 @@ def test_command_prints_a_table_and_draws_it(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     picture = tmp_path / "scaling.svg"
-    arguments = ["--model", "gpt3-1.3b", "--gpu", "h100", "--gpus", "2,8", "--global-batch", "64"]
+    arguments = ["--model", "gpt2-large", "--gpu", "h100", "--gpus", "1,2", "--global-batch", "8"]
     assert main([*arguments, "--mtbf", "50000", "--svg", str(picture)]) == 0
     printed = capsys.readouterr().out
     assert "kept per doubling" in printed
@@ -109,7 +109,7 @@ def test_command_prints_a_table_and_draws_it(
     assert picture.read_text().startswith("<?xml")
     assert main([*arguments, "--json"]) == 0
     points = json.loads(capsys.readouterr().out)["points"]
-    assert [point["gpus"] for point in points] == [2, 8]
+    assert [point["gpus"] for point in points] == [1, 2]
 
 
 def test_failures_of_a_single_number_of_devices_are_refused(
