@@ -25,7 +25,11 @@ from parakit.planner.readings.residual import (
     compute_residual,
     use_constants_without_source,
 )
-from parakit.planner.readings.table import PublishedMeasurement, read_measurements
+from parakit.planner.readings.table import (
+    PublishedMeasurement,
+    name_gpu_kind,
+    read_shipped_measurements_on_gpu,
+)
 from parakit.planner.time.cluster import Cluster
 from parakit.planner.time.iteration import iteration_seconds
 from parakit.planner.time.rates import NoPeakError
@@ -212,10 +216,11 @@ def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Re
     """
     near: list[tuple[float, Residual]] = []
     configurations: set[tuple[object, ...]] = set()
-    for distance, index in _order_by_distance(spec, cluster):
+    timed = _timed_measurements(name_gpu_kind(cluster.device.key))
+    for distance, index in _order_by_distance(spec, cluster, timed):
         if distance > _MOST_DISTANCE or len(near) == _MOST_NEIGHBOURS:
             break
-        measurement, run = _timed_measurements()[index]
+        measurement, run = timed[index]
         configuration = (*_configuration_key(measurement), run and index)
         # Other trainers, and hosts that wait for every kernel, say nothing about runs of Megatron.
         facts = source_facts(measurement)
@@ -234,17 +239,19 @@ def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Re
     return near
 
 
-def _order_by_distance(spec: RunSpec, cluster: Cluster) -> list[tuple[float, int]]:
-    """Return one pair per measurement on the cluster's kind of GPU: its distance from the run, and its index.
+type _TimedMeasurements = tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]
 
-    The index is the position in `_timed_measurements()`. The nearest measurement comes first. Measurements that do
-    not state parameters or GPUs are left out.
+
+def _order_by_distance(
+    spec: RunSpec, cluster: Cluster, timed: _TimedMeasurements
+) -> list[tuple[float, int]]:
+    """Return one pair per measurement: its distance from the run, and its index in `timed`.
+
+    The nearest measurement comes first. Measurements that do not state parameters or GPUs are left out.
     """
-    gpu, parameters = cluster.device.key.split("-")[0], total_parameters(spec.shape)
+    parameters = total_parameters(spec.shape)
     ordered = []
-    for index, (measurement, _) in enumerate(_timed_measurements()):
-        if measurement.gpu.lower().split("-")[0] != gpu:
-            continue
+    for index, (measurement, _) in enumerate(timed):
         distance = _distance_in_doublings(measurement, spec, cluster, parameters)
         if distance is not None:
             ordered.append((distance, measurement.line, index))
@@ -266,18 +273,23 @@ def _configuration_key(measurement: PublishedMeasurement) -> tuple[object, ...]:
 
 
 @cache
-def _timed_measurements() -> tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]:
-    """Return one pair per published measurement of a time: the measurement, and its run or None.
+def _timed_measurements(gpu_kind: str) -> _TimedMeasurements:
+    """Return one pair per published measurement of a time on a kind of GPU: the measurement, and its run or None.
 
     Measurements from the file have None, because they are not converted to runs yet. The kit's published
     measurements have their runs.
     """
     timed = [
         (measurement, None)
-        for measurement in read_measurements()[0]
+        for measurement in read_shipped_measurements_on_gpu(gpu_kind)
         if measurement.metric in _TIMED_METRICS
     ]
-    return (*timed, *((run.measurement, run) for run in kit_runs()))
+    published = [
+        (run.measurement, run)
+        for run in kit_runs()
+        if name_gpu_kind(run.measurement.gpu) == gpu_kind
+    ]
+    return (*timed, *published)
 
 
 def _distance_in_doublings(

@@ -161,6 +161,31 @@ def _read_shipped_file() -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusa
     return _read_file(MEASUREMENTS_FILE)
 
 
+@functools.cache
+def read_shipped_measurements_on_gpu(gpu_kind: str) -> tuple[PublishedMeasurement, ...]:
+    """Return the shipped measurements on one kind of GPU, in order. Rows of other kinds are not parsed.
+
+    Args:
+        gpu_kind: Kind of GPU, as `name_gpu_kind` returns it.
+    """
+    return tuple(
+        _parse_row(line, row)
+        for line, row in _read_shipped_rows()
+        if name_gpu_kind(row["gpu"]) == gpu_kind
+    )
+
+
+@functools.cache
+def _read_shipped_rows() -> list[tuple[int, dict[str, str]]]:
+    """Return the rows of the shipped file."""
+    return read_rows(MEASUREMENTS_FILE)[1]
+
+
+def name_gpu_kind(gpu: str) -> str:
+    """Return the part of a GPU's name that its variants share, such as `a100` of `A100-80GB`."""
+    return gpu.lower().split("-")[0]
+
+
 def _read_file(path: Path) -> tuple[tuple[PublishedMeasurement, ...], tuple[Refusal, ...]]:
     """Return and raise as `read_measurements` does."""
     measurements: list[PublishedMeasurement] = []
