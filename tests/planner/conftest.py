@@ -8,6 +8,8 @@ from parakit.config.model import ModelShape, load_model
 from parakit.config.run import spec_from_model
 from parakit.config.strategy import Batch, Parallelism
 from parakit.planner.dryrun.job import DryRunner
+from parakit.planner.readings.residual import Residuals, compute_residuals
+from parakit.planner.readings.table import read_measurements
 from parakit.planner.search import Plan, Request, search_configurations
 from parakit.planner.time.cluster import Cluster
 
@@ -41,6 +43,12 @@ def make_request() -> MakeRequest:
         return Request(model, cluster, global_batch, replace(template))
 
     return build
+
+
+@pytest.fixture(scope="session")
+def published_residuals() -> Residuals:
+    """Return all published measurements with their predictions."""
+    return compute_residuals(*read_measurements())
 
 
 @pytest.fixture(scope="session")

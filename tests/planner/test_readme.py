@@ -8,7 +8,7 @@ import pytest
 from parakit.config.files import ROOT
 from parakit.planner.readings.facts import source_facts
 from parakit.planner.readings.intervals import ERRORS_FILE
-from parakit.planner.readings.residual import Residuals, compute_residuals
+from parakit.planner.readings.residual import Residuals
 from parakit.planner.readings.summary import (
     collect_errors,
     evaluate_choices,
@@ -17,7 +17,6 @@ from parakit.planner.readings.summary import (
     group_by_split,
     predict_device_memory,
 )
-from parakit.planner.readings.table import read_measurements
 from parakit.planner.time.constants import CONSTANT_NAMES, load_constants
 from parakit.planner.verdict import Fit, judge_fit_on_cluster
 from tests.planner.readings.fit import BOUNDS
@@ -39,9 +38,8 @@ def number(cell: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def predicted() -> Residuals:
-    readings, unreadable = read_measurements()
-    return compute_residuals(readings, unreadable)
+def predicted(published_residuals: Residuals) -> Residuals:
+    return published_residuals
 
 
 def test_held_out_errors_in_readme_are_current(predicted: Residuals) -> None:

@@ -438,6 +438,23 @@ def _encode_figures(group: ErrorGroup | None) -> dict[str, Any] | None:
     return {"predicted": len(group.errors), **_select_figures(group)} if group else None
 
 
+def encode_kinds(
+    residuals: Residuals, blind: Mapping[str, ErrorGroup]
+) -> dict[str, dict[str, Any]]:
+    """Return the errors by kind of run, for `encode_summary`: those held out by source, and those of blind rows.
+
+    A kind without measurements of one of the two has None there.
+    """
+    kinds = {group.name: group for group in group_by_kind(residuals)}
+    return {
+        name: {
+            "held_out_by_source": _encode_figures(kinds.get(name)),
+            "blind": _encode_figures(blind.get(name)),
+        }
+        for name in (*kinds, *sorted(blind.keys() - kinds.keys()))
+    }
+
+
 def encode_summary(
     residuals: Residuals, errors: PredictionErrors, blind: Mapping[str, ErrorGroup]
 ) -> dict[str, Any]:
@@ -448,15 +465,8 @@ def encode_summary(
         errors: Errors from which intervals are made.
         blind: Errors of blind measurements by kind of run; empty for a file of the user.
     """
-    kinds = {group.name: group for group in group_by_kind(residuals)}
     return {
-        "kinds": {
-            name: {
-                "held_out_by_source": _encode_figures(kinds.get(name)),
-                "blind": _encode_figures(blind.get(name)),
-            }
-            for name in (*kinds, *sorted(blind.keys() - kinds.keys()))
-        },
+        "kinds": encode_kinds(residuals, blind),
         "sources": {
             group.name: {
                 "metric": group.metric,
