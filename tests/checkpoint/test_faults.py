@@ -22,7 +22,7 @@ from torch.distributed import checkpoint
 from parakit.artifacts.checkpoints import Checkpoint, verify_and_record
 from parakit.checkpoint.checks import find_problems, judge_loading
 from parakit.checkpoint.compare import compare_weights
-from parakit.checkpoint.contents import read_contents
+from parakit.checkpoint.contents import Contents, read_contents
 from parakit.convert.hf.random_model import write_model
 from tests.checkpoint.test_inspect import ARGUMENTS as PLAIN
 from tests.checkpoint.test_inspect import (
@@ -218,16 +218,26 @@ WRITERS: dict[str, Callable[[Path, States, Extra], Path]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Contents]:
+    """Return the healthy checkpoint in torch_dist, with experts and without. No test changes it."""
+    folder = tmp_path_factory.mktemp("healthy")
+    dense = as_torch_dist(folder / "dense", made(SHAPES), {})
+    mixture = as_torch_dist(folder / "mixture", made(OF_EXPERTS), {"num_experts": EXPERTS})
+    return {False: read_contents(dense), True: read_contents(mixture)}
+
+
 @pytest.mark.parametrize("shapes", [SHAPES, OF_EXPERTS])
 @pytest.mark.parametrize("form", WRITERS)
 def test_a_healthy_checkpoint_of_any_format_is_whole_and_is_the_same_model(
-    tmp_path: Path, form: str, shapes: dict[str, tuple[int, ...]]
+    tmp_path: Path,
+    healthy: dict[bool, Contents],
+    form: str,
+    shapes: dict[str, tuple[int, ...]],
 ) -> None:
     extra = {"num_experts": EXPERTS} if shapes is OF_EXPERTS else {}
-    first, other = (
-        read_contents(WRITERS[name](tmp_path / name, made(shapes), extra))
-        for name in ("torch_dist", form)
-    )
+    first = healthy[shapes is OF_EXPERTS]
+    other = read_contents(WRITERS[form](tmp_path, made(shapes), extra))
     assert find_problems(other, reads_pieces=True) == ()
     assert other.parameters == sum(torch.Size(shape).numel() for shape in shapes.values())
     relations = compare_weights(first, other)
@@ -235,12 +245,12 @@ def test_a_healthy_checkpoint_of_any_format_is_whole_and_is_the_same_model(
     assert len(relations) == len(shapes) * (3 if form == "fsdp_dtensor" else 4)
 
 
-def test_rank_files_of_format_torch_are_joined_to_full_tensors(tmp_path: Path) -> None:
-    held = made(SHAPES)
-    first = read_contents(as_torch_dist(tmp_path / "a", held, {}))
-    other = read_contents(as_legacy(tmp_path / "b", held, {}, (range(2), range(2, 3))))
+def test_rank_files_of_format_torch_are_joined_to_full_tensors(
+    tmp_path: Path, healthy: dict[bool, Contents]
+) -> None:
+    other = read_contents(as_legacy(tmp_path, made(SHAPES), {}, (range(2), range(2, 3))))
     assert find_problems(other, reads_pieces=True) == ()
-    assert {relation.relation for relation in compare_weights(first, other)} == {"equal"}
+    assert {relation.relation for relation in compare_weights(healthy[False], other)} == {"equal"}
 
 
 @pytest.mark.parametrize(
@@ -387,16 +397,21 @@ def test_a_fault_is_named(tmp_path: Path, fault: Fault, form: str) -> None:
 
 
 @pytest.mark.parametrize(("fault", "form"), cases(COMPARED))
-def test_a_difference_is_named(tmp_path: Path, fault: Fault, form: str) -> None:
+def test_a_difference_is_named(
+    tmp_path: Path, healthy: dict[bool, Contents], fault: Fault, form: str
+) -> None:
     shapes, extra = (
         (OF_EXPERTS, {"num_experts": EXPERTS}) if "experts" in fault.name else (SHAPES, {})
     )
     held = made(shapes)
-    healthy = read_contents(as_torch_dist(tmp_path / "healthy", held, extra))
     fault.change(held)
-    faulty = read_contents(WRITERS[form](tmp_path / "faulty", held, extra))
+    faulty = read_contents(WRITERS[form](tmp_path, held, extra))
     assert find_problems(faulty, reads_pieces=True) == ()
-    wrong = [relation for relation in compare_weights(healthy, faulty) if not relation.is_same]
+    wrong = [
+        relation
+        for relation in compare_weights(healthy[shapes is OF_EXPERTS], faulty)
+        if not relation.is_same
+    ]
     assert "optimizer" not in wrong[0].name
     assert fault.sentence in wrong[0].detail
 

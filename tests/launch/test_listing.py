@@ -11,7 +11,7 @@ from parakit.launch.listing import list_cpu_strategies, list_gpu_strategies, pri
 GIB = 2**30
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def listed() -> str:
     console = Console(file=io.StringIO(), width=160)
     print_list(console)

@@ -116,7 +116,8 @@ def hostile_contents(size: int) -> dict[str, bytes]:
     }
 
 
-HOSTILE = hostile_contents(MEGABYTE)
+HOSTILE = hostile_contents(MEGABYTE // 4)
+"""A quarter of a megabyte, on which an expression that takes quadratic time works for minutes."""
 
 
 def grown_mebibytes(path: Path) -> float:
@@ -127,8 +128,8 @@ def grown_mebibytes(path: Path) -> float:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_hostile_megabyte_is_read_in_bounded_memory(tmp_path_factory, name):
-    assert grown_mebibytes(write(tmp_path_factory, HOSTILE[name])) < 30
+def test_hostile_content_is_read_in_bounded_memory(tmp_path_factory, name):
+    assert grown_mebibytes(write(tmp_path_factory, HOSTILE[name])) < 15
 
 
 @pytest.mark.slow
@@ -138,7 +139,7 @@ def test_ten_hostile_megabytes_are_read_in_bounded_memory(tmp_path_factory, name
     assert grown_mebibytes(write(tmp_path_factory, content)) < 100
 
 
-@pytest.mark.parametrize("megabytes", [3, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("megabytes", [1, pytest.param(10, marks=pytest.mark.slow)])
 def test_all_iterations_in_a_line_of_megabytes_are_read(tmp_path_factory, megabytes):
     count = megabytes * MEGABYTE // 330
     text = "".join(iteration_line(n, total=count) for n in range(1, count + 1))

@@ -29,8 +29,8 @@ def test_judged_configurations_are_counted_by_dtype_and_strategy_with_the_worst_
 
 
 def test_a_judged_seed_still_draws_the_configuration_of_its_line() -> None:
-    lines = read_judged(JUDGED)
-    assert lines
+    lines = read_judged(JUDGED)[::2]
+    assert len(lines) > 200
     for line in lines:
         assert drawn(int(line["seed"])).command == line["command"]
 
