@@ -67,3 +67,15 @@ def test_unknown_key_suggests_similar_keys() -> None:
         device_by_key("h201")
     with pytest.raises(UnknownHardwareError, match="no link 'nvlink9'; did you mean nvlink"):
         link_by_key("nvlink9")
+
+
+@pytest.mark.parametrize(
+    ("key", "teraflops", "memory_gib"),
+    [("mi300x", 1307, 192), ("mi325x", 1307, 256), ("mi350x", 2300, 288), ("mi355x", 2516, 288)],
+)
+def test_gpus_of_amd_have_the_rate_and_memory_of_their_own_datasheets(
+    key: str, teraflops: int, memory_gib: int
+) -> None:
+    device = device_by_key(key)
+    assert device.peak_flops("bf16") == teraflops * 1e12
+    assert device.memory_bytes == memory_gib * 2**30

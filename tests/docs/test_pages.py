@@ -117,6 +117,7 @@ def test_the_planners_readme_states_the_errors_of_blind_rows() -> None:
     sentences = " ".join(readme.split())
     for kind, description in (
         ("GeForce RTX 4090", "one run on RTX 4090"),
+        ("MI350X", "one on MI350X"),
         ("peak memory", "three peak memories"),
     ):
         assert f"{description} ({errors.pop(kind)})" in sentences

@@ -17,6 +17,7 @@ def test_blind_measurements_have_the_kinds_of_the_table() -> None:
     assert {name: len(group.errors) for name, group in groups.items()} == {
         "B200, GB200 dense": 2,
         "GeForce RTX 4090": 1,
+        "MI350X": 1,
         "H100 BF16 recipes": 3,
         "MLPerf, dense": 9,
         "MoE, H100": 11,
