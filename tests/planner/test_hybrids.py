@@ -86,6 +86,21 @@ def test_attention_block_followed_by_mlp_or_experts_costs_a_transformer_layer(
         assert times.tensor_parallel >= (1 - 1e-6) * expected.tensor_parallel
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_blocks_quantise_the_operands_of_a_transformer_layer_in_fp8(experts: bool) -> None:
+    shape = DENSE
+    if experts:
+        shape = replace(DENSE, experts=8, experts_per_token=2, expert_ffn_hidden=256)
+    hybrid = on_gpus(replace(shape, blocks="*E" if experts else "*-"))
+    times, expected = (
+        iteration_seconds(fp8_run, gpus(fp8_run))
+        for fp8_run in (
+            replace(run, fp8_recipe=Fp8Recipe.MXFP8) for run in (hybrid, on_gpus(shape))
+        )
+    )
+    assert times.memory_bound == pytest.approx(expected.memory_bound, rel=1e-6)
+
+
 def test_mixer_parameters_match_megatron() -> None:
     # MambaMixer of megatron-core 0.19.0, built on a CPU: conv1d (3072, 1, 4) and (3072), dt_bias, A_log
     # and D (16), in_proj (4112, 512), norm (1024), out_proj (512, 1024); beside it the block's own norm.

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
         offloaded_bytes,
         residual_bytes,
     )
-    from parakit.costs.adapters import list_adapted_linears
+    from parakit.costs.adapters import LinearLayer, list_adapted_linears, list_linears
     from parakit.costs.collectives.call import (
         LATEST_MEGATRON,
         CollectiveCall,
@@ -134,6 +134,7 @@ __all__ = [
     "WITH_RECOMPUTE",
     "CollectiveCall",
     "Event",
+    "LinearLayer",
     "MegatronVersion",
     "Operation",
     "Pass",
@@ -183,6 +184,7 @@ __all__ = [
     "layers_in_flight",
     "link_seconds",
     "list_adapted_linears",
+    "list_linears",
     "logit_elements",
     "logits_bytes",
     "measure_schedule",

@@ -13,14 +13,16 @@ from functools import lru_cache
 from itertools import compress
 from typing import NamedTuple
 
-from parakit.config.model import MAMBA, MTP, LatentAttention, Mamba
-from parakit.config.peft import NF4_BITS, ROW_PARALLEL_LINEARS, Lora
+from parakit.config.model import MAMBA, MTP, Mamba
+from parakit.config.peft import NF4_BITS, Lora
 from parakit.config.replacing import replace
 from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.costs import (
     FP8_RECIPE_BYTES,
+    LinearLayer,
     bytes_per_parameter,
     held_parameters,
+    list_linears,
     logit_elements,
     offloaded_parameters,
     rank_tensors,
@@ -389,8 +391,8 @@ class _Product(NamedTuple):
     """True for the input, and for the output's gradient, if they stay between an expert's two products."""
     modules: tuple[str, ...] = ()
     """Modules whose recomputation repeats the product; if empty, only that of the full layer does."""
-    linear: str = ""
-    """Name in Megatron-Core of the linear layer, such as `linear_qkv`; empty if LoRA cannot adapt the layer."""
+    linear: LinearLayer | None = None
+    """The linear layer of the product; None if LoRA cannot adapt the layer."""
     is_trained: bool = True
     """False if the weight is frozen, so that backward computes no gradient of it."""
     tensor: int = 1
@@ -482,38 +484,38 @@ def _list_products(spec: RunSpec) -> Iterator[_Product]:
     if shape.blocks == MTP:
         yield _Product(tokens, 2 * hidden, hidden // tensor)
     if shape.latent:
-        yield from _list_latent_products(spec, shape.latent)
+        yield from _list_latent_products(spec)
     else:
-        width = shape.heads * shape.head_width // tensor
-        qkv = (shape.heads + 2 * shape.query_groups) * shape.head_width // tensor
-        yield _Product(tokens, hidden, qkv, normed=True, linear="linear_qkv", tensor=tensor)
-        yield _Product(tokens, width, hidden, linear="linear_proj", tensor=tensor)
-    gate = 2 if shape.gated else 1
-    dense = shape.shared_expert_ffn if shape.experts else shape.ffn_hidden
-    if dense:
-        modules = ("moe", "shared_experts") if shape.experts else ("mlp",)
-        is_normed = not shape.experts
-        columns = dense // tensor * gate
-        first = _Product(tokens, hidden, columns, normed=is_normed, modules=modules)
-        second = _Product(tokens, dense // tensor, hidden, modules=modules)
-        yield first._replace(linear="linear_fc1", tensor=tensor)
-        yield second._replace(linear="linear_fc2", tensor=tensor)
+        for linear in _list_component_linears(spec, "attention"):
+            is_normed = linear.name == "linear_qkv"
+            yield _multiply_weight(linear, tokens, tensor)._replace(normed=is_normed)
+    modules = ("moe", "shared_experts") if shape.experts else ("mlp",)
+    for linear in _list_component_linears(spec, "dense_mlp"):
+        is_normed = linear.name == "linear_fc1" and not shape.experts
+        product = _multiply_weight(linear, tokens, tensor)
+        yield product._replace(normed=is_normed, modules=modules)
     if shape.experts:
-        yield from _list_expert_products(spec, gate)
+        yield from _list_expert_products(spec)
 
 
-def _list_expert_products(spec: RunSpec, gate: int) -> Iterator[_Product]:
-    """Yield the matrix products of the router and of the experts on the busiest rank.
+def _list_component_linears(spec: RunSpec, component: str) -> list[LinearLayer]:
+    """Return the linear layers of one component of a layer: `attention`, `dense_mlp` or `experts`."""
+    return [linear for linear in list_linears(spec.shape) if linear.component == component]
 
-    Args:
-        gate: 2 for gated activations, else 1. It multiplies the columns of the first product.
-    """
+
+def _multiply_weight(linear: LinearLayer, rows: int, tensor: int) -> _Product:
+    """Return the product of `rows` rows with a linear layer's weight, which tensor parallelism splits over ranks."""
+    inner, columns = linear.shape_on_rank(tensor)
+    return _Product(rows, inner, columns, linear=linear, tensor=tensor)
+
+
+def _list_expert_products(spec: RunSpec) -> Iterator[_Product]:
+    """Yield the matrix products of the router and of the experts on the busiest rank."""
     shape, tensor, modules = spec.shape, spec.parallelism.tensor, ("moe",)
     hidden, rank_tokens = shape.hidden, spec.micro_batch_tokens // spec.sequence_shards
     yield _Product(rank_tokens, hidden, shape.experts, quantized=False, modules=modules)
     experts_per_rank = shape.experts // spec.parallelism.expert
     expert_tensor = spec.parallelism.effective_expert_tensor
-    ffn = shape.expert_ffn_hidden // expert_tensor
     tokens = (
         spec.micro_batch_tokens
         * expert_tensor
@@ -525,11 +527,12 @@ def _list_expert_products(spec: RunSpec, gate: int) -> Iterator[_Product]:
     if shape.latent_experts:
         yield _Product(rank_tokens, hidden, shape.latent_experts, modules=modules)
         yield _Product(rank_tokens, shape.latent_experts, hidden, modules=modules)
-        hidden = shape.latent_experts
-    first = _Product(tokens, hidden, ffn * gate, experts_per_rank, modules=modules)
-    second = _Product(tokens, ffn, hidden, experts_per_rank, modules=modules)
-    yield first._replace(between=(False, True), linear="linear_fc1", tensor=expert_tensor)
-    yield second._replace(between=(True, False), linear="linear_fc2", tensor=expert_tensor)
+    for linear in _list_component_linears(spec, "experts"):
+        is_first = linear.name == "linear_fc1"
+        product = _multiply_weight(linear, tokens, expert_tensor)
+        yield product._replace(
+            copies=experts_per_rank, between=(not is_first, is_first), modules=modules
+        )
 
 
 def _list_mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
@@ -550,28 +553,19 @@ def _list_mamba_products(spec: RunSpec, mamba: Mamba) -> Iterator[_Product]:
     yield _Product(CHUNK, state, width, heads, quantized=False)
 
 
-def _list_latent_products(spec: RunSpec, latent: LatentAttention) -> Iterator[_Product]:
+def _list_latent_products(spec: RunSpec) -> Iterator[_Product]:
     """Yield the projections of multi-latent attention.
 
     Down-projections compute only the rank's shard of the sequence. Up-projections compute all tokens, for the rank's
     heads.
     """
-    hidden, tokens = spec.shape.hidden, spec.micro_batch_tokens
-    heads, rank_tokens = spec.shape.heads // spec.parallelism.tensor, tokens // spec.sequence_shards
-    queries, up = heads * (latent.head_width + latent.rotary_width), ("mla_up_proj",)
-    tensor = spec.parallelism.tensor
-    if latent.query_rank:
-        yield _Product(rank_tokens, hidden, latent.query_rank, linear="linear_q_down_proj")
-    query_product = _Product(tokens, latent.query_rank or hidden, queries, modules=up)
-    query_name = "linear_q_up_proj" if latent.query_rank else "linear_q_proj"
-    yield query_product._replace(linear=query_name, tensor=tensor)
-    down_columns = latent.key_value_rank + latent.rotary_width
-    yield _Product(rank_tokens, hidden, down_columns, linear="linear_kv_down_proj")
-    values = heads * latent.value_width
-    keys_and_values = heads * latent.head_width + values
-    key_value_product = _Product(tokens, latent.key_value_rank, keys_and_values, modules=up)
-    yield key_value_product._replace(linear="linear_kv_up_proj", tensor=tensor)
-    yield _Product(tokens, values, hidden, linear="linear_proj", tensor=tensor)
+    tokens, tensor = spec.micro_batch_tokens, spec.parallelism.tensor
+    for linear in _list_component_linears(spec, "attention"):
+        if not linear.is_split:
+            yield _multiply_weight(linear, tokens // spec.sequence_shards, tensor=1)
+            continue
+        modules = () if linear.is_row_parallel else ("mla_up_proj",)
+        yield _multiply_weight(linear, tokens, tensor)._replace(modules=modules)
 
 
 def _add_adapter_products(lora: Lora, products: Iterable[_Product]) -> tuple[_Product, ...]:
@@ -582,18 +576,14 @@ def _add_adapter_products(lora: Lora, products: Iterable[_Product]) -> tuple[_Pr
     """
     with_adapters: list[_Product] = []
     for product in products:
-        is_adapted = product.linear in lora.targets
-        normed = product.normed and not is_adapted
-        with_adapters.append(product._replace(is_trained=False, normed=normed))
-        if not is_adapted:
+        linear = product.linear
+        if linear is None or linear.name not in lora.targets:
+            with_adapters.append(product._replace(is_trained=False))
             continue
+        with_adapters.append(product._replace(is_trained=False, normed=False))
         rows, modules = product.rows * product.copies, product.modules
-        down_columns, up_columns = lora.rank // product.tensor, product.columns
-        if product.linear in ROW_PARALLEL_LINEARS:
-            down_columns, up_columns = lora.rank, product.columns // product.tensor
-        down = _Product(rows, product.inner, down_columns, quantized=False, modules=modules)
-        up = _Product(rows, lora.rank, up_columns, quantized=False, modules=modules)
-        with_adapters += [down, up]
+        for inner, columns in linear.adapter_shapes_on_rank(lora.rank, product.tensor):
+            with_adapters.append(_Product(rows, inner, columns, quantized=False, modules=modules))
     return tuple(with_adapters)
 
 
@@ -618,15 +608,18 @@ def _adapter_traffic(spec: RunSpec, lora: Lora, products: Iterable[_Product]) ->
     """
     forward = backward = recompute = 0.0
     for product in products:
-        if product.linear in lora.targets:
+        linear = product.linear
+        if linear is None:
+            continue
+        if linear.name in lora.targets:
             rows = product.rows * product.copies
-            is_scattered = product.linear in ROW_PARALLEL_LINEARS and product.tensor > 1
+            is_scattered = linear.is_row_parallel and product.tensor > 1
             output_rows = rows // spec.sequence_shards if is_scattered else rows
             added = _ADDITION_PASSES * spec.element_bytes * output_rows * product.columns
             forward += added
             backward += _ADDITION_PASSES * spec.element_bytes * rows * product.inner
             recompute += added if spec.recompute.recomputes(*product.modules) else 0
-        if product.linear and lora.has_nf4_weights:
+        if lora.has_nf4_weights:
             weights = product.copies * product.inner * product.columns
             converted = (NF4_BITS / 8 + spec.element_bytes) * weights
             forward += converted
