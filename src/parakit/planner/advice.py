@@ -435,6 +435,12 @@ def bottleneck_sentence(plan: Plan) -> str:
         for name in shown
     ]
     bottleneck = name_bottleneck(plan)
+    if bottleneck == "memory":
+        filled = winner.memory.total / plan.request.cluster.device.memory_bytes
+        return (
+            f"The bottleneck is memory, of which a rank fills {100 * filled:.0f}%. An iteration's time is "
+            f"{joined(fractions)}."
+        )
     article = "the " if bottleneck in ("pipeline bubble", "host") else ""
     return f"The bottleneck is {article}{bottleneck}: an iteration's time is {joined(fractions)}."
 
