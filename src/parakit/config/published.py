@@ -6,6 +6,7 @@ repeats the runs, and the planner predicts them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,8 +121,11 @@ class Published:
         return tuple(figure for figure in self.figures if figure.source.key == source)
 
 
+@functools.cache
 def load_published(path: Path = PUBLISHED_FILE) -> Published:
     """Return the published figures and corrections of a file. A missing file gives an empty result.
+
+    A file is read once per process.
 
     Raises:
         msgspec.ValidationError: A figure lacks a value or has one of another type.

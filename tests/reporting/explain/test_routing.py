@@ -176,7 +176,6 @@ def test_without_a_communication_ledger_the_cost_is_not_known(run: Path) -> None
     assert answers(run)[1].endswith("they wait for one another is not known without a comm.json.")
 
 
-@pytest.mark.usefixtures("laid_out_charts")
 def test_the_report_shows_a_picture_and_three_tables(run: Path) -> None:
     write_calls(run, waiting(0.010, 0.004))
     report = report_of(run)

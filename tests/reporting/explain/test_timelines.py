@@ -65,7 +65,6 @@ def test_calls_in_groups_of_one_rank_are_left_out(pp2: Path) -> None:
     assert not any(piece.is_call for piece in build_scene(load(pp2)[0]).pieces)
 
 
-@pytest.mark.usefixtures("laid_out_charts")
 def test_report_draws_the_runs_that_left_a_trace(pp2: Path, tmp_path: Path) -> None:
     other, broken = write(tmp_path, "tp2"), write(tmp_path, "cp2")
     (broken / "trace.json").write_text("{")
@@ -101,7 +100,6 @@ def test_command_says_where_picture_and_trace_are(
     assert main(["trace", "--runs", str(tmp_path / "none")]) == 1
 
 
-@pytest.mark.usefixtures("laid_out_charts")
 def test_trace_of_a_gpu_is_the_hosts_and_its_caption_says_so(tmp_path: Path) -> None:
     folder = write(tmp_path, "pp2", device=DeviceKind.GPU)
     write_trace(folder, *spans(0, "FB"), *spans(1, "FB"))

@@ -67,10 +67,16 @@ def test_columns_are_the_contract():
     assert ",".join(column.name for column in RESULTS) == CONTRACT
 
 
-@pytest.mark.usefixtures("laid_out_charts")
-def test_demo_ends_in_six_rows_with_parity_and_every_file(tmp_path):
-    demo(tmp_path / "runs")
-    code, text, folder = made(tmp_path)
+@pytest.fixture(scope="module")
+def demo_report(tmp_path_factory):
+    """Return what `made` returns for the demo. The charts are laid out, and no test changes the files."""
+    path = tmp_path_factory.mktemp("demo")
+    demo(path / "runs")
+    return made(path)
+
+
+def test_demo_ends_in_six_rows_with_parity_and_every_file(demo_report):
+    code, text, folder = demo_report
     assert code == 0
     names = {path.name for path in folder.iterdir()}
     assert names == {
@@ -81,7 +87,7 @@ def test_demo_ends_in_six_rows_with_parity_and_every_file(tmp_path):
     assert [row["parity"] for row in rows.values()] == ["reference", *["held"] * 5]
     assert {row["status"] for row in rows.values()} == {"ok"}
     assert all(strategy in text for strategy in PUBLISHED_STRATEGIES)
-    assert (tmp_path / "reports" / "latest").resolve() == folder.resolve()
+    assert (folder.parent / "latest").resolve() == folder.resolve()
 
 
 @pytest.mark.parametrize("text", [None, "nothing of a trainer\n"])
@@ -99,9 +105,8 @@ def test_logs_that_cannot_be_read_write_no_report_and_leave_latest_alone(tmp_pat
     assert (tmp_path / "reports" / "latest").resolve() == before.resolve()
 
 
-def test_numbers_of_a_row_follow_from_its_log(tmp_path):
-    demo(tmp_path / "runs")
-    _, _, folder = made(tmp_path)
+def test_numbers_of_a_row_follow_from_its_log(demo_report):
+    _, _, folder = demo_report
     row = read_csv(folder)["run-tp2"]
     assert float(row["iteration_ms_median"]) == 101.0
     assert float(row["tokens_per_second"]) == pytest.approx(8 * 64 / 0.101)
@@ -111,9 +116,8 @@ def test_numbers_of_a_row_follow_from_its_log(tmp_path):
     assert (row["parameters_max_rank"], row["iterations"]) == ("3423424", "25")
 
 
-def test_what_is_not_known_is_empty(tmp_path):
-    demo(tmp_path / "runs")
-    _, _, folder = made(tmp_path)
+def test_what_is_not_known_is_empty(demo_report):
+    _, _, folder = demo_report
     row = read_csv(folder)["run-cp2"]
     for name in ("mfu", "peak_tflops", "peak_memory_bytes", "device_memory_bytes"):
         assert row[name] == "", name
@@ -205,10 +209,8 @@ def test_text_of_logs_is_escaped_everywhere(tmp_path):
     assert r"\|" in markdown
 
 
-@pytest.mark.usefixtures("laid_out_charts")
-def test_page_asks_nothing_of_anybody(tmp_path):
-    demo(tmp_path / "runs")
-    _, _, folder = made(tmp_path)
+def test_page_asks_nothing_of_anybody(demo_report):
+    _, _, folder = demo_report
     page = (folder / "report.html").read_text()
     for loader in ('src="http', "src='http", "@import", "url(http", "fetch(", '<link rel="style'):
         assert loader not in page
@@ -372,7 +374,6 @@ def test_a_refused_speedup_names_the_batches(tmp_path):
     assert "dp2 ×2 is within noise of baseline ×1" in printed
 
 
-@pytest.mark.usefixtures("laid_out_charts")
 def test_a_gpu_run_is_compared_with_its_published_figures(tmp_path):
     record = run_record(
         "a",

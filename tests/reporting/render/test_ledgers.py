@@ -85,7 +85,6 @@ def test_samples_give_the_devices_peak_and_survive_cut_lines(tmp_path):
     assert (series.peak_memory_bytes, series.throttled) == (700, ("power",))
 
 
-@pytest.mark.usefixtures("laid_out_charts")
 def test_resident_memory_of_a_cpu_rank_is_no_device_memory(tmp_path):
     folder = write_run(tmp_path / "runs", run_record("a"), log_text([9.0] * 9))
     lines = [
