@@ -73,8 +73,8 @@ from parakit.planner.time.iteration import (
     IterationSeconds,
     iteration_seconds,
     layerwise_sync_seconds,
+    measure_stages,
     message_seconds,
-    slowest_stage,
     straggler_fraction,
     synchronisation_seconds,
 )
@@ -670,9 +670,12 @@ def _least_stage_seconds(
     for number in numbers:
         parallelism = replace_cached(plain.parallelism, virtual_stages=number)
         spec = replace(plain, parallelism=parallelism) if number > 1 else plain
-        _, slowest_seconds, all_stages_seconds = slowest_stage(spec, cluster)
-        slowest = min(slowest, slowest_seconds)
-        all_stages = min(all_stages, all_stages_seconds)
+        stages = measure_stages(spec, cluster)
+        slowest = min(slowest, stages.slowest_seconds)
+        all_stages = min(all_stages, stages.all_stages_seconds)
+        if not (stages.waits_for_host or plain.shape.dense_layers):
+            # Only the waits for the host depend on the number of virtual stages, so no other number takes less.
+            break
     return slowest, all_stages
 
 

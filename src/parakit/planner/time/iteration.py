@@ -235,39 +235,54 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     this. The time of m micro batches is at least the work of all stages on all cores. It is also at least the work of
     the slowest stage plus one pass through the other stages.
     """
-    parts, slowest_seconds, all_stages_seconds = slowest_stage(spec, cluster)
-    slowest = _micro_batch_seconds(parts)
+    stages = measure_stages(spec, cluster)
+    slowest = _micro_batch_seconds(stages.slowest_parts)
     if spec.parallelism.pipeline == 1:
         return slowest, slowest.total
-    if cluster.core_fraction == 1 or not slowest_seconds:
-        return slowest, all_stages_seconds
-    return slowest * (slowest_seconds / slowest.total), all_stages_seconds
+    if cluster.core_fraction == 1 or not stages.slowest_seconds:
+        return slowest, stages.all_stages_seconds
+    return slowest * (stages.slowest_seconds / slowest.total), stages.all_stages_seconds
 
 
-def slowest_stage(spec: RunSpec, cluster: Cluster) -> tuple[_Parts, float, float]:
-    """Return three results: the parts of the slowest stage, its seconds per micro batch, and the seconds in which one
-    micro batch passes through all stages.
+class SlowestStageTimes(NamedTuple):
+    """Times per micro batch of the slowest pipeline stage and of all stages.
 
     If CPU ranks share cores, both seconds include the sharing. The times of the parts do not include it.
     """
+
+    slowest_parts: _Parts
+    """Parts of the slowest stage."""
+    slowest_seconds: float
+    all_stages_seconds: float
+    """Seconds in which one micro batch passes through all stages."""
+    waits_for_host: bool
+    """True if the device of some stage waits for the host, beyond the launches that nothing hides."""
+
+
+def measure_stages(spec: RunSpec, cluster: Cluster) -> SlowestStageTimes:
+    """Return the times of the pipeline's stages."""
     pipeline, pieces = spec.parallelism.pipeline, _find_stage_pieces(spec, cluster)
     # Identical stages are computed once: the first, the last, and the distinct ones of the middle.
     num_stages_by_rank = {0: 1, pipeline - 1: 1} | (middle_ranks(spec) if pipeline > 1 else {})
     parts: _Parts = ()
     slowest = all_stages = 0.0
+    waits_for_host = False
     for rank, num_stages in num_stages_by_rank.items():
         stage = _list_stage_parts(spec, cluster, rank, pieces)
         device = sum([times * piece.device.total for times, piece in stage])
-        seconds = device + _host_wait_seconds(stage, device)
+        waiting = _host_wait_seconds(stage, device)
+        waits_for_host = waits_for_host or waiting > 0
+        seconds = device + waiting
         all_stages += num_stages * seconds
         if seconds > slowest:
             parts, slowest = stage, seconds
     core_fraction = cluster.core_fraction
     if core_fraction == 1 or pipeline == 1:
-        return parts, slowest, all_stages
+        return SlowestStageTimes(parts, slowest, all_stages, waits_for_host)
     shared = max(all_stages / pipeline, core_fraction * slowest)
     alone = core_fraction * ((spec.microbatches - 1) * slowest + all_stages)
-    return parts, shared, shared + max(0.0, alone - spec.microbatches * shared)
+    passing = shared + max(0.0, alone - spec.microbatches * shared)
+    return SlowestStageTimes(parts, shared, passing, waits_for_host)
 
 
 def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[float, float]:
