@@ -73,13 +73,15 @@ def test_every_level_has_an_injected_bug_or_is_listed_without_one(family: Family
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda bug: bug.name)
 def test_every_strategy_has_an_injected_bug_in_what_it_splits(family: Family) -> None:
+    splits = [
+        list_split_dimensions(bug.strategy, bug.devices)
+        for bug in injected_bugs()
+        if bug.devices > 1
+    ]
+
     def has_one(layout: Layout) -> bool:
         parts = list_split_dimensions(layout.strategy, layout.devices)
-        return any(
-            list_split_dimensions(bug.strategy, bug.devices) <= parts
-            for bug in injected_bugs()
-            if bug.devices > 1
-        )
+        return any(split <= parts for split in splits)
 
     assert [layout.name for layout in family.layouts if not has_one(layout)] == []
 

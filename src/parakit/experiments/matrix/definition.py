@@ -12,7 +12,7 @@ import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import msgspec
@@ -155,13 +155,11 @@ class Exclusion:
     release: str = ""
     """The only Megatron release in which this holds, as `major.minor`; empty means all releases."""
 
-    def forbids(self, family: str, paths: Iterable[str], layout: str) -> bool:
-        """Return True if the layout matches and every pattern matches one of the levels' paths."""
-        if self.layout and not fnmatchcase(layout, self.layout):
+    def forbids(self, matched_patterns: set[str], layout: str) -> bool:
+        """Return True if the layout matches, and every pattern of this exclusion is one of the matched ones."""
+        if not matched_patterns.issuperset(self.levels):
             return False
-        names = [f"{family}/{path}" for path in paths]
-        # A pattern may leave out the family.
-        return all(_matches_any(names, f"*{pattern}") for pattern in self.levels)
+        return not self.layout or fnmatchcase(layout, self.layout)
 
 
 @dataclass(frozen=True)
@@ -184,12 +182,19 @@ class Matrix:
 
         Without a layout, exclusions that hold in some layouts only are not considered.
         """
-        paths = [level.path for level in levels]
+        matched_patterns: set[str] = set()
+        for level in levels:
+            matched_patterns |= _match_patterns(f"{family.name}/{level.path}", self._patterns)
         for exclusion in self.exclusions:
             is_considered = bool(layout) or not exclusion.layout
-            if is_considered and exclusion.forbids(family.name, paths, layout):
+            if is_considered and exclusion.forbids(matched_patterns, layout):
                 return False
         return True
+
+    @cached_property
+    def _patterns(self) -> tuple[str, ...]:
+        """All patterns of levels of the exclusions."""
+        return tuple({pattern for exclusion in self.exclusions for pattern in exclusion.levels})
 
     def select_legal_levels(
         self, family: Family, layout: Layout, levels: Iterable[Level]
@@ -215,15 +220,15 @@ class _MatrixFile(msgspec.Struct):
     apart: list[list[str]]
 
 
-def _matches_any(names: Iterable[str], pattern: str) -> bool:
-    """Return True if one of the names matches the pattern."""
-    return any(_matches(name, pattern) for name in names)
+@lru_cache(maxsize=4096)
+def _match_patterns(name: str, patterns: tuple[str, ...]) -> frozenset[str]:
+    """Return the patterns of levels that a name matches. A matrix asks for the same names many times.
 
-
-@lru_cache(maxsize=2**16)
-def _matches(name: str, pattern: str) -> bool:
-    """Return True if a name matches a pattern. A matrix asks for the same pairs many times."""
-    return fnmatchcase(name, pattern)
+    Args:
+        name: Name of a level, `family/factor/level`.
+        patterns: Patterns, which may leave out the family.
+    """
+    return frozenset(pattern for pattern in patterns if fnmatchcase(name, f"*{pattern}"))
 
 
 def load_matrix() -> Matrix:
