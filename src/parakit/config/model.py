@@ -393,12 +393,13 @@ def load_model(name: str, file: str | None = None) -> Model:
     if file and is_model_file(file) and model_name_of_file(file) == name:
         return find_model(file)
     current_name = ALIASES.get(name, name)
-    for family, path in _known_files():
-        if path.stem != current_name:
-            continue
-        if family:
+    for family in FAMILIES:
+        path = _family_folder(family) / f"{current_name}.args"
+        if path.is_file():
             return model_from_flags(current_name, family, read_args_file(path))
-        return replace(find_model(str(path)), source="")
+    imported = HUB / current_name / f"{current_name}.args"
+    if imported.is_file():
+        return replace(find_model(str(imported)), source="")
     raise UnknownModelError(_explain_unknown_model(name))
 
 
@@ -800,13 +801,18 @@ def _hybrid_shape(shape: ModelShape, flags: Flags) -> ModelShape:
     return replace(single_layer, layers=1, blocks=blocks, mamba=mamba, linear=linear)
 
 
+def _family_folder(family: str) -> Path:
+    """Return the folder with the model files of a family."""
+    return ROOT / "examples" / family / "models"
+
+
 def _known_files() -> Iterator[tuple[str, Path]]:
     """Yield the family and the path of each model file in `examples/` and `hub/`.
 
     The family of a model in `hub/`, which was imported, is an empty text.
     """
     for family in FAMILIES:
-        for path in sorted((ROOT / "examples" / family / "models").glob("*.args")):
+        for path in sorted(_family_folder(family).glob("*.args")):
             yield family, path
     for path in sorted(HUB.glob("*/*.args")):
         if path.stem == path.parent.name:
