@@ -84,7 +84,12 @@ def test_stages_that_do_not_divide_the_layers_are_left_out() -> None:
 
 def test_compare_zero_with_a_device_is_a_prediction(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("compare-zero", {"MODEL": "gpt3-64m", "GPU": "a100-80g", "DTYPE": "fp16"}) == 0
-    assert "predicted: gpt3-64m on nodes with one a100-80g each" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "predicted: gpt3-64m on nodes with one a100-80g each" in printed
+    # The table of links is on two nodes.
+    options = PlanOptions("gpt3-64m", "a100-80g", dtype="fp16")
+    baseline, *_ = predict_methods(options, (2,), ("ethernet-1g",))
+    assert f" {baseline.time_text.split()[0]} " in printed
     with pytest.raises(LaunchError, match="DTYPE= applies only to the prediction"):
         run("compare-zero", {"DTYPE": "fp16"})
     with pytest.raises(ValueError, match="There is no GPU 'a1000'"):

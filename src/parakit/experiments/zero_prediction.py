@@ -107,7 +107,6 @@ def predict_zero(variables: Namespace) -> int:
             "MODEL= is required, for example: make compare-zero MODEL=gpt3-355m GPU=a100-80g"
         )
     options = plan_options(variables)
-    on_two_nodes = predict_methods(options, nodes=(2,))
     on_all_nodes = predict_methods(options, SETTINGS.nodes)
     if options.json:
         print(json.dumps([prediction.to_data() for prediction in on_all_nodes], indent=2))
@@ -115,7 +114,9 @@ def predict_zero(variables: Namespace) -> int:
     page = SETTINGS.page.rstrip().format(
         model=options.model,
         gpu=options.gpu,
-        over_links=format_links_table(on_two_nodes),
+        over_links=format_links_table(
+            [prediction for prediction in on_all_nodes if prediction.nodes == 2]
+        ),
         over_nodes="\n\n".join(_format_nodes_table(link, on_all_nodes) for link in SETTINGS.links),
         scaling=format_scaling_table(on_all_nodes),
     )
