@@ -147,14 +147,14 @@ def test_a_report_as_data_is_its_results_json(tmp_path: Path) -> None:
 
 
 def test_a_plan_has_its_winner_and_a_row_per_strategy() -> None:
-    plan = parakit.plan("llama3-8b", gpus=8, gpu="h100")
-    assert (plan.winner.strategy, len(plan.ranked)) == ("sp2dp4-zero1", 10)
+    plan = parakit.plan("llama3-8b", gpus=4, gpu="h100", global_batch=4)
+    assert (plan.winner.strategy, len(plan.ranked)) == ("tp2cp2-zero1", 10)
     row = plan.to_rows()[0]
-    assert row["strategy"] == "sp2dp4-zero1"
+    assert row["strategy"] == "tp2cp2-zero1"
     assert row["iteration_seconds"] == plan.winner.seconds.total
     assert row["memory.weights"] == plan.winner.memory.weights
     assert row["parallelism.tensor"] == 2
-    assert "sp2dp4-zero1" in str(plan)
+    assert "tp2cp2-zero1" in str(plan)
 
 
 def test_plan_that_does_not_fit_names_the_number_of_devices_that_does() -> None:
