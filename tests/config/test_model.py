@@ -3,6 +3,7 @@ from pathlib import Path
 
 import pytest
 
+from parakit.config import model
 from parakit.config.files import ROOT
 from parakit.config.flags import Flags
 from parakit.config.model import (
@@ -262,3 +263,19 @@ def test_token_attends_only_to_tokens_of_its_window() -> None:
 )
 def test_only_quick_geglu_has_separate_kernels_for_clamping(flags: str, clamped: bool) -> None:
     assert shape_from_flags("m", Flags([*DIMENSIONS, *flags.split()])).clamps_activations is clamped
+
+
+def test_models_are_those_of_the_families_and_then_the_imported_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for file in ("b.v2/b.v2.args", "a/a.args", "a/other.args", "empty/notes.txt"):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).write_text("--num-layers 1\n")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(model, "HUB", tmp_path)
+    folders = [ROOT / "examples" / family / "models" for family in model.FAMILIES]
+    shipped = [path.stem for folder in folders for path in sorted(folder.glob("*.args"))]
+    assert shipped
+    assert model_names() == (*shipped, "a", "b.v2")
+    monkeypatch.setattr(model, "HUB", tmp_path / "none")
+    assert model_names() == tuple(shipped)
