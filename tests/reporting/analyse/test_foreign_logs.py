@@ -6,6 +6,7 @@ import pytest
 
 from parakit.config.hardware import device_by_key
 from parakit.reporting.command import named_logs
+from tests.charts import charts_without_layout  # noqa: F401
 from tests.reporting.factory import iteration_line, log_text, run_record, write_run
 from tests.reporting.read.test_runs import ARGUMENTS
 from tests.reporting.render.test_build import made, read_csv
