@@ -1,6 +1,6 @@
 """Captures of the native backend have Megatron's names, placements and order, and do not change training."""
 
-import os
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -44,29 +44,45 @@ def trained(*flags: str) -> torch.Tensor:
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(variables.CAPTURE, str(tmp_path / "c"))
-    monkeypatch.setenv(variables.CAPTURE_ITERATION, "2")
-    monkeypatch.setenv(variables.CAPTURE_SEEDS, "2")
-    return tmp_path / "c"
+@dataclass(frozen=True)
+class CapturedTraining:
+    """Capture of a training, its folder, and the weights at the end."""
+
+    folder: Path
+    weights: torch.Tensor
+    capture: Capture
 
 
-def captured(folder: Path, *flags: str) -> Capture:
-    trained(*flags)
-    return read_capture(folder)
+def captured(folder: Path, *flags: str) -> CapturedTraining:
+    """Train with a capture of the second iteration, and return the training."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(variables.CAPTURE, str(folder))
+        patch.setenv(variables.CAPTURE_ITERATION, "2")
+        patch.setenv(variables.CAPTURE_SEEDS, "2")
+        weights = trained(*flags)
+    return CapturedTraining(folder, weights, read_capture(folder))
 
 
-@pytest.mark.parametrize("flags", [DENSE, EXPERTS])
-def test_capture_does_not_change_the_trained_weights(folder: Path, flags: tuple[str, ...]) -> None:
-    with_capture = trained(*flags)
-    assert len(read_index(folder / "rank-0")) > 100
-    del os.environ[variables.CAPTURE]
-    assert torch.equal(with_capture, trained(*flags))
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> CapturedTraining:
+    return captured(tmp_path_factory.mktemp("dense") / "c", *DENSE)
 
 
-def test_captured_tensors_have_megatrons_shapes_and_placements(folder: Path) -> None:
-    (capture_of_rank,) = captured(folder, *DENSE).ranks
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> CapturedTraining:
+    return captured(tmp_path_factory.mktemp("experts") / "c", *EXPERTS)
+
+
+def test_capture_does_not_change_the_trained_weights(
+    dense: CapturedTraining, experts: CapturedTraining
+) -> None:
+    for training, flags in ((dense, DENSE), (experts, EXPERTS)):
+        assert len(read_index(training.folder / "rank-0")) > 100
+        assert torch.equal(training.weights, trained(*flags))
+
+
+def test_captured_tensors_have_megatrons_shapes_and_placements(dense: CapturedTraining) -> None:
+    (capture_of_rank,) = dense.capture.ranks
     name = "decoder.layers.1.mlp.linear_fc1"
     input_record, output_record = (
         capture_of_rank.first_records[TensorKey(CaptureStage.OUTPUTS, name, slot, 1)]
@@ -91,26 +107,22 @@ def test_captured_tensors_have_megatrons_shapes_and_placements(folder: Path) -> 
     assert gradient.shape == output_record.shape
 
 
-def test_capture_with_seeds_measures_responses_to_rounding(folder: Path) -> None:
-    capture = captured(folder, *DENSE)
-    responses = capture.responses()
+def test_capture_with_seeds_measures_responses_to_rounding(dense: CapturedTraining) -> None:
+    responses = dense.capture.responses()
     assert responses[CaptureStage.OUTPUTS, "decoder.layers.1", "output.0"] > 0
     assert responses[CaptureStage.OPTIMIZER_STATE, "decoder.final_layernorm.weight", "exp_avg"] > 0
-    assert read_rank(folder / "rank-0").micro_batches == 2
+    assert read_rank(dense.folder / "rank-0").micro_batches == 2
 
 
-def test_repeated_iteration_restores_the_states_of_muon_and_adamw(
-    folder: Path,
-) -> None:
-    responses = captured(folder, *MUON).responses()
+def test_repeated_iteration_restores_the_states_of_muon_and_adamw(tmp_path: Path) -> None:
+    responses = captured(tmp_path / "c", *MUON).capture.responses()
     name = "embedding.word_embeddings.weight"
     assert responses[CaptureStage.OPTIMIZER_STATE, name, "step"] == 0
     assert responses[CaptureStage.OPTIMIZER_STATE, name, "exp_avg"] < 1e-5
 
 
-def test_capture_has_the_update_of_each_weight_and_its_response(folder: Path) -> None:
-    capture = captured(folder, *DENSE)
-    (capture_of_rank,) = capture.ranks
+def test_capture_has_the_update_of_each_weight_and_its_response(dense: CapturedTraining) -> None:
+    (capture_of_rank,) = dense.capture.ranks
     name = "decoder.layers.1.mlp.linear_fc1.weight"
     moved = capture_of_rank.values(
         capture_of_rank.first_records[TensorKey(CaptureStage.WEIGHTS, name, "update")]
@@ -118,11 +130,13 @@ def test_capture_has_the_update_of_each_weight_and_its_response(folder: Path) ->
     assert (
         0.009 < abs(moved).max() < 0.011
     )  # Adam's first updates are as large as the learning rate.
-    assert capture.responses()[CaptureStage.WEIGHTS, name, "update"] > 0
+    assert dense.capture.responses()[CaptureStage.WEIGHTS, name, "update"] > 0
 
 
-def test_rows_of_an_expert_are_in_the_order_of_megatrons_tokens(folder: Path) -> None:
-    (capture_of_rank,) = captured(folder, *EXPERTS).ranks
+def test_rows_of_an_expert_are_in_the_order_of_megatrons_tokens(
+    experts: CapturedTraining,
+) -> None:
+    (capture_of_rank,) = experts.capture.ranks
     layer = "decoder.layers.0.mlp"
     hidden, chosen = (
         capture_of_rank.values(
