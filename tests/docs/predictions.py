@@ -106,9 +106,10 @@ def _best(
     request = request_of(model, gpus, gpu, samples, seq_length)
     winner = search_configurations(request, kept=1).winner
     assert winner is not None
+    families = (other,) if isinstance(other, StrategyFamily) else tuple(StrategyFamily)
     compared = next(
         candidate
-        for kind, candidate in find_best_of_each_family(request).items()
+        for kind, candidate in find_best_of_each_family(request, families).items()
         if other in (kind, candidate.strategy)
     )
     ratio = compared.seconds.total / winner.seconds.total
@@ -216,8 +217,7 @@ def size_rows() -> tuple[SizeRow, ...]:
 def _size_row(model: str, gpus: int) -> SizeRow:
     samples_per_device = load_model(model).batch.global_batch_size
     request = request_of(model, gpus, SIZE_GPU, samples_per_device * gpus)
-    pure = find_best_of_each_family(request)
-    unsplit = [pure[kind] for kind in pure if kind in FAMILIES_OF_OTHER_TRAINERS]
+    unsplit = find_best_of_each_family(request, FAMILIES_OF_OTHER_TRAINERS).values()
     plain = [candidate for candidate in unsplit if candidate.is_recommended]
     # Without a split there are four strategies: replicas and three stages of ZeRO. A fifth one has a split.
     ranked = search_configurations(request, kept=5).ranked

@@ -50,7 +50,8 @@ def _row(model: str, devices: int, batch: int) -> tuple[str, ...]:
         key=lambda candidate: candidate.seconds.total,
         default=None,
     )
-    sharded = find_best_of_each_family(request)[StrategyFamily.SHARDED_DATA]
+    families = (StrategyFamily.SHARDED_DATA,)
+    sharded = find_best_of_each_family(request, families)[StrategyFamily.SHARDED_DATA]
     assert fastest is not None
     billions = total_parameters(request.template.shape) / 1e9
     size = f"{model}, {billions:.2f}B" if billions < 10 else f"{model}, {billions:,.0f}B"

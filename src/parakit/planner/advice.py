@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import astuple, replace
 from enum import StrEnum
 from typing import NamedTuple
@@ -166,16 +166,24 @@ def describe_strategy(parallelism: Parallelism) -> str:
     return ", ".join(parts)
 
 
-def find_best_of_each_family(request: Request) -> dict[StrategyFamily, Candidate]:
+def find_best_of_each_family(
+    request: Request, families: Container[StrategyFamily] = tuple(StrategyFamily)
+) -> dict[StrategyFamily, Candidate]:
     """Return the best candidate of each kind of parallelism that uses only this kind over all devices.
 
     The best candidate is the fastest recommended one. If no candidate of a kind is recommended, it is the candidate
     with the least memory. Kinds that cannot be split evenly over the devices are missing.
+
+    Args:
+        request: The request.
+        families: Kinds that are needed. The other kinds are missing in the result.
     """
     candidates_by_family: dict[StrategyFamily, list[Candidate]] = {}
-    for candidate in _enumerate_single_kind_candidates(request):
-        family = strategy_family(candidate.spec.parallelism)
-        candidates_by_family.setdefault(family, []).append(candidate)
+    for spec in _enumerate_single_kind_specs(request):
+        family = strategy_family(spec.parallelism)
+        if family in families:
+            candidate = evaluate_closed_form(request, spec)
+            candidates_by_family.setdefault(family, []).append(candidate)
     return {
         family: _choose_best(request, candidates)
         for family, candidates in candidates_by_family.items()
@@ -445,10 +453,10 @@ def bottleneck_sentence(plan: Plan) -> str:
     return f"The bottleneck is {article}{bottleneck}: an iteration's time is {joined(fractions)}."
 
 
-def _enumerate_single_kind_candidates(request: Request) -> Iterator[Candidate]:
-    """Yield the candidate of every configuration that uses at most one kind of parallelism.
+def _enumerate_single_kind_specs(request: Request) -> Iterator[RunSpec]:
+    """Yield every configuration that uses at most one kind of parallelism.
 
-    Micro batch size, recomputation, sharding and virtual stages vary. The memory is that of the closed form.
+    Micro batch size, recomputation, sharding and virtual stages vary.
     """
     template, devices = request.template, request.cluster.devices
     expert_tensor = template.parallelism.expert_tensor
@@ -459,8 +467,7 @@ def _enumerate_single_kind_candidates(request: Request) -> Iterator[Candidate]:
         for size in list_micro_batch_sizes(split, request.global_batch):
             for recompute in list_recomputes(template):
                 plain = build_unsharded_spec(template, split, size, recompute)
-                for spec in enumerate_variants(plain):
-                    yield evaluate_closed_form(request, spec)
+                yield from enumerate_variants(plain)
 
 
 def _round_bytes(size_bytes: float) -> str:
@@ -475,7 +482,9 @@ def one_device_sentence(request: Request, winner: Candidate) -> str:
     """
     unsplit = replace(request.template, parallelism=Parallelism())
     single = replace(request, cluster=replace(request.cluster, devices=1), template=unsplit)
-    candidates = list(_enumerate_single_kind_candidates(single))
+    candidates = [
+        evaluate_closed_form(single, spec) for spec in _enumerate_single_kind_specs(single)
+    ]
     best = _choose_best(single, candidates) if candidates else None
     dtype, device = request.template.dtype, request.cluster.device
     state_bytes = total_parameters(request.template.shape) * sum(astuple(PRECISIONS[dtype]))
