@@ -54,7 +54,7 @@ def published_residuals() -> Residuals:
 @pytest.fixture(scope="session")
 def plan_of_175b(make_request: MakeRequest) -> Plan:
     """Return the plan of a model that no single kind of parallelism can hold."""
-    return search_configurations(make_request("gpt3-175b", 128, "a100", 256))
+    return search_configurations(make_request("gpt3-175b", 128, "a100", 128))
 
 
 @pytest.fixture(scope="session")
