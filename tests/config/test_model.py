@@ -86,6 +86,12 @@ def test_unknown_model_suggests_similar_names() -> None:
         load_model("gpt2-larg")
 
 
+@pytest.mark.parametrize("name", ["a" * 260, "../../gpt3/models/gpt2-large", "/etc/passwd", ""])
+def test_a_text_that_is_no_name_is_an_unknown_model_and_no_path(name: str) -> None:
+    with pytest.raises(UnknownModelError, match="no model"):
+        load_model(name)
+
+
 @pytest.mark.parametrize("name", ["t5", "bert-base", "megatron-bert"])
 def test_a_model_that_is_no_gpt_is_refused_by_its_entry(name: str) -> None:
     with pytest.raises(

@@ -13,6 +13,7 @@ from parakit.config.run import Fp8Recipe, RunSpec
 from parakit.config.strategy import Batch, Parallelism, Sharding
 from parakit.costs import (
     adapter_parameters,
+    adapter_rules,
     estimate_rank_memory,
     find_violations,
     gradient_collectives,
@@ -230,6 +231,9 @@ def test_a_rank_that_tensor_parallelism_does_not_divide_is_refused() -> None:
         "TP 8 does not divide LoRA's rank 4; use a rank that is a multiple of 8.",
     )
     assert find_violations(replace(spec, lora=Lora(rank=8))) == ()
+    assert tuple(adapter_rules(Lora(rank=2), Parallelism(expert=2, expert_tensor=4))) == (
+        "ETP 4 does not divide LoRA's rank 2; use a rank that is a multiple of 4.",
+    )
 
 
 @pytest.mark.parametrize(

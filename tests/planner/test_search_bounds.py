@@ -39,6 +39,9 @@ _QUESTIONS = {
     "mixture tuned": PlanOptions(
         model="qwen3-30b-a3b", gpu="h100", gpus=32, global_batch=480, extra=_OVERLAP_FLAGS
     ),
+    "small mixture tuned": PlanOptions(
+        model="mixtral-8x7b", gpu="h100", gpus=16, global_batch=64, extra=_OVERLAP_FLAGS
+    ),
     "latent attention tuned": PlanOptions(
         model="deepseek-v3", gpu="h800", gpus=512, global_batch=3840, extra=_OVERLAP_FLAGS
     ),

@@ -399,6 +399,8 @@ def load_model(name: str, file: str | None = None) -> Model:
     if file and is_model_file(file) and model_name_of_file(file) == name:
         return find_model(file)
     current_name = ALIASES.get(name, name)
+    if current_name not in model_names():
+        raise UnknownModelError(_explain_unknown_model(name))
     for family in FAMILIES:
         path = _family_folder(family) / f"{current_name}.args"
         if path.is_file():

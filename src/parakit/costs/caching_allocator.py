@@ -2,8 +2,8 @@
 allocations.
 
 The rules are those of `c10/cuda/CUDACachingAllocator.cpp` with its default settings and one stream. An
-`AllocationRecorder` turns the tensors of a run into a trace, and a `CachingAllocator` replays traces, as often as they
-repeat.
+`AllocationRecorder` records the allocations and frees of a run as a trace. A `CachingAllocator` replays traces, and may
+replay one trace several times.
 """
 
 from __future__ import annotations
@@ -89,9 +89,9 @@ class CachingAllocator:
         self._limit = limit
         self._small_keys: list[int] = []
         self._large_keys: list[int] = []
-        self._sizes_of_free: dict[int, int] = {}
+        self._free_sizes_by_start: dict[int, int] = {}
         """Size of each free block, by its address."""
-        self._starts_of_free: dict[int, int] = {}
+        self._free_starts_by_end: dict[int, int] = {}
         """Address of each free block, by its end."""
         self._starts_of_used: dict[int, int] = {}
         self._sizes_of_used: dict[int, int] = {}
@@ -113,14 +113,14 @@ class CachingAllocator:
         """Allocate and free the tensors of a trace.
 
         An allocation takes the smallest free block that is large enough, or a part of a new segment. A freed block is
-        joined with the free blocks beside it in its segment. All of this is one loop without calls, because a plan
-        replays some 100,000 events.
+        joined with the free blocks beside it in its segment. One loop does all of this and calls no Python function but
+        `_reserve`, because a plan replays about 100,000 events.
 
         Raises:
             OutOfDeviceMemoryError: No free block is large enough, and a new segment exceeds the limit.
         """
         small_keys, large_keys = self._small_keys, self._large_keys
-        sizes_of_free, starts_of_free = self._sizes_of_free, self._starts_of_free
+        sizes_of_free, starts_of_free = self._free_sizes_by_start, self._free_starts_by_end
         starts_of_used, sizes_of_used = self._starts_of_used, self._sizes_of_used
         live, peak_live = self.live_bytes, self.peak_live_bytes
         try:
@@ -195,13 +195,12 @@ class CachingAllocator:
     def _give_empty_segments_back(self) -> None:
         """Return all segments without a used block to the device."""
         for address, segment_bytes in list(self._segments.items()):
-            if self._sizes_of_free.get(address) != segment_bytes:
+            if self._free_sizes_by_start.get(address) != segment_bytes:
                 continue
-            key = segment_bytes << _ADDRESS_BITS | address
-            for keys in (self._small_keys, self._large_keys):
-                index = bisect_left(keys, key)
-                if keys[index : index + 1] == [key]:
-                    del keys[index]
-            del self._segments[address], self._sizes_of_free[address]
-            del self._starts_of_free[address + segment_bytes]
+            # Only small segments have this size.
+            is_small = segment_bytes == _SMALL_SEGMENT_BYTES
+            keys = self._small_keys if is_small else self._large_keys
+            del keys[bisect_left(keys, segment_bytes << _ADDRESS_BITS | address)]
+            del self._segments[address], self._free_sizes_by_start[address]
+            del self._free_starts_by_end[address + segment_bytes]
             self.reserved_bytes -= segment_bytes

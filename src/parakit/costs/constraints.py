@@ -124,6 +124,12 @@ def adapter_rules(lora: Lora | None, parallelism: Parallelism) -> Iterator[str]:
     tensor = parallelism.tensor
     if lora.rank % tensor:
         yield f"TP {tensor} does not divide LoRA's rank {lora.rank}; use a rank that is a multiple of {tensor}."
+    expert_tensor = parallelism.effective_expert_tensor
+    if lora.rank % expert_tensor and expert_tensor != tensor:
+        yield (
+            f"ETP {expert_tensor} does not divide LoRA's rank {lora.rank}; use a rank that is a multiple of "
+            f"{expert_tensor}."
+        )
     is_split = parallelism.world_size > parallelism.data or parallelism.expert > 1
     if lora.has_nf4_weights and (is_split or parallelism.sharding.wraps_modules):
         yield (

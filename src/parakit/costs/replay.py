@@ -66,7 +66,7 @@ def find_peak_device_memory(
     """Return the pipeline rank with the peak memory, and its memory as the device reports it.
 
     The rank is that of the closed form (`find_peak_rank`). Its memory is that of `estimate_device_memory`. Other ranks
-    are not replayed. In 37 of 769 random pipelines, the replay of another rank had more memory, by up to 3.6%.
+    are not replayed. In 37 of 769 random pipelines, the replay of another rank needs more memory, by up to 3.6%.
 
     Args:
         spec: The run.

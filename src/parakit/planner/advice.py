@@ -446,7 +446,7 @@ def bottleneck_sentence(plan: Plan) -> str:
     if bottleneck == "memory":
         filled = winner.memory.total / plan.request.cluster.device.memory_bytes
         return (
-            f"The bottleneck is memory, of which a rank fills {100 * filled:.0f}%. An iteration's time is "
+            f"The bottleneck is memory: the peak rank fills {100 * filled:.0f}% of its device. An iteration's time is "
             f"{joined(fractions)}."
         )
     article = "the " if bottleneck in ("pipeline bubble", "host") else ""

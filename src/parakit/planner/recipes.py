@@ -71,7 +71,10 @@ class ChosenSwitch:
             savings.append(f"{self.saves:.1%} of the time")
         if abs(self.saved_bytes) > _LEAST_SAVED_BYTES:
             savings.append(f"{gib(self.saved_bytes)} GiB")
-        return f"{self.name} ({', '.join(savings) or 'it would take too much memory without'})"
+        nothing = "nothing that can be measured"
+        if self.is_needed:
+            nothing = "it would take too much memory without"
+        return f"{self.name} ({', '.join(savings) or nothing})"
 
 
 _LEAST_SAVING, _LEAST_SAVED_BYTES = 0.001, GIB // 4
@@ -151,7 +154,12 @@ def search_recipes(
     kept, needs_search = _keep_gaining_switches(options, switches, plan.winner)
     kept = _choose_alternatives(options, kept, plan.winner)
     if needs_search:
-        plan = search_configurations(_build_request_with(options, kept), slack=slack)
+        fewer_switches_plan = search_configurations(_build_request_with(options, kept), slack=slack)
+        if fewer_switches_plan.winner is None:
+            # The model fits only with all switches, although no switch alone saved enough to be kept.
+            kept = switches
+        else:
+            plan = fewer_switches_plan
     elif kept != switches:
         plan = reevaluate_plan(plan, _build_request_with(options, kept))
     best = plan.winner
@@ -251,8 +259,9 @@ def _measure_gain(
     saved_bytes = closed_without.needed - closed_with.needed
     is_needed = with_switch.is_recommended and not without.is_recommended
     if is_needed and supports_replay(without.spec) != supports_replay(with_switch.spec):
-        # Only one of the two memories has the allocator's gaps. So either the closed forms of both must lie on both
-        # sides of the limit, or the replay of one and the same replay less the saved bytes.
+        # The replay counts the allocator's gaps in only one of the two memories. So the switch is needed only if the
+        # closed form without it exceeds the limit, or if the replay without it fits after its saved bytes are
+        # subtracted.
         is_needed = (
             closed_without.total > capacity or without.memory.total - saved_bytes <= capacity
         )

@@ -73,8 +73,8 @@ from parakit.planner.time.iteration import (
     IterationSeconds,
     iteration_seconds,
     layerwise_sync_seconds,
-    measure_stages,
     message_seconds,
+    predict_stage_times,
     straggler_fraction,
     synchronisation_seconds,
 )
@@ -355,7 +355,9 @@ def replay_memory(request: Request, candidate: Candidate) -> Candidate:
 
 
 def _judge_memory(request: Request, spec: RunSpec, memory: PredictedMemory) -> tuple[bool, Fit]:
-    """Return True if a plan may recommend a run with this memory on its peak rank, and whether the run fits."""
+    """Return two results for a run with this memory on its peak rank: True if a plan may recommend the run, and the
+    verdict on whether the run fits.
+    """
     is_recommended = memory.total <= request.capacity
     return is_recommended, judge_fit_on_cluster(spec, memory, request.cluster)
 
@@ -642,6 +644,12 @@ def _compute_bound(
         virtual_stages = list_virtual_stages(plain.shape, split, plain.microbatches)
     _, cluster = _use_expert_options(request, plain, may_interleave=virtual_stages[-1] > 1)
     slowest_seconds, all_stages_seconds = _least_stage_seconds(plain, cluster, virtual_stages)
+    if plain.token_dispatcher is not request.template.token_dispatcher:
+        # A run in which DeepEP's buffers do not fit falls back to the template's dispatcher, which may be faster.
+        fallback = replace(plain, token_dispatcher=request.template.token_dispatcher)
+        slowest_fallback, all_fallback = _least_stage_seconds(fallback, cluster, virtual_stages)
+        slowest_seconds = min(slowest_seconds, slowest_fallback)
+        all_stages_seconds = min(all_stages_seconds, all_fallback)
     divides_all = all(sizes[-1] % size == 0 for size in sizes)
     ratio = 1.0 if divides_all else LEAST_SAMPLE_TIME_RATIO
     straggling = 1 + straggler_fraction(cluster)
@@ -670,7 +678,7 @@ def _least_stage_seconds(
     for number in numbers:
         parallelism = replace_cached(plain.parallelism, virtual_stages=number)
         spec = replace(plain, parallelism=parallelism) if number > 1 else plain
-        stages = measure_stages(spec, cluster)
+        stages = predict_stage_times(spec, cluster)
         slowest = min(slowest, stages.slowest_seconds)
         all_stages = min(all_stages, stages.all_stages_seconds)
         if not (stages.waits_for_host or plain.shape.dense_layers):

@@ -136,7 +136,7 @@ make reproduce NAME=tutorial CHAPTER=pp DEVICES=8cpu
 The last command trains a chapter in small on CPU ranks. `MEGATRON_LM=<a checkout of core_r0.14.0>` runs it with the
 tutorial's Megatron: runs 122, 212, 302, 283, 424, 446 and 504 were trained in small with commit 32ad5c89 (0.14.1).
 `CALIBRATE="210 ms on 231"` gives a prediction the host of the published machine. The times of all chapters then have a
-median error of 5.9%, and only runs 442 and 512 are more than 20% off
+median error of 5.9%, and only runs 442, 511 and 512 have an error above 20%
 ([why](../../src/parakit/planner/readings/README.md)).
 
 {chapters}

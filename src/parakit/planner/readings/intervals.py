@@ -23,6 +23,7 @@ from pathlib import Path
 from parakit.config.run import RunSpec
 from parakit.costs import mfu, model_flops, total_parameters
 from parakit.planner.readings.residual import Residual
+from parakit.planner.readings.table import name_gpu_kind
 from parakit.planner.time.cluster import Cluster
 
 LEVELS = (0.50, 0.60, 0.70, 0.80, 0.90, 0.95)
@@ -313,7 +314,7 @@ def _compute_features(spec: RunSpec, cluster: Cluster, seconds: float | None) ->
     )
     return ErrorFeatures(
         kind,
-        device=device.key.split("-")[0],
+        device=name_gpu_kind(device.key),
         parameters=round(log2(total_parameters(spec.shape)), 1),
         devices=round(log2(cluster.devices), 1),
     )

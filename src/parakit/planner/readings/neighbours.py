@@ -44,6 +44,10 @@ _LEVELS = (0.80, 0.95)
 _TIMED_METRICS = ("step_time_s", "tokens_per_s_per_gpu")
 
 
+type _TimedMeasurements = tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]
+"""One pair per published measurement of a time: the measurement, and its run if it is converted already."""
+
+
 @dataclass(frozen=True)
 class Uncertainty:
     """Predicted time of a run, and the error that the prediction is expected to have."""
@@ -237,9 +241,6 @@ def find_near_residuals(spec: RunSpec, cluster: Cluster) -> list[tuple[float, Re
         near.append((distance, residual))
         configurations.add(configuration)
     return near
-
-
-type _TimedMeasurements = tuple[tuple[PublishedMeasurement, MeasuredRun | None], ...]
 
 
 def _order_by_distance(

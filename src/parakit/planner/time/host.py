@@ -111,15 +111,15 @@ def unhidden_launch_seconds(
     cuda_sync_point`).
 
     The host waits just before it launches the first all-to-all of a layer (`token_dispatcher.py: before_ep_alltoall`,
-    core 0.8 to 0.14). The device runs this all-to-all while the host launches the next kernels, so the seconds of the
-    all-to-all are subtracted. Nothing is subtracted for DeepEP and HybridEP, which exchange tokens in the call that
-    waits.
+    read in core 0.8, 0.12, 0.14 and 0.19). The device runs this all-to-all, and the gather of expert tensor parallelism
+    (ETP) after it, while the host launches the next kernels. So the seconds of these collectives are subtracted.
+    Nothing is subtracted for DeepEP and HybridEP, because the errors on Blackwell rise with it (`readings/README.md`).
 
     Args:
         spec: The run.
         cluster: The cluster.
         launches: Seconds of all launches of the layer per micro batch.
-        expert_seconds: Seconds of the layer's exchanges of tokens between experts per micro batch, in all passes.
+        expert_seconds: Seconds per micro batch of the layer's collectives between experts, in all passes.
     """
     if cluster.execution.blocking or not cluster.calibration.launch_beside_work:
         return launches
@@ -128,7 +128,7 @@ def unhidden_launch_seconds(
         return 0.0
     overlapped = 0.0
     if spec.token_dispatcher is TokenDispatcher.ALL_TO_ALL:
-        # Forward and its recomputation wait, and exchange tokens twice each. Backward exchanges tokens twice.
+        # Forward and its recomputation wait. Each of them and backward send the tokens twice: to the experts and back.
         forwards = 2 if spec.recompute.recomputes("moe") else 1
         overlapped = expert_seconds * forwards / (2 * forwards + 2)
     return max(0.0, _ROUTING_WAIT * launches - overlapped)

@@ -235,7 +235,7 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     this. The time of m micro batches is at least the work of all stages on all cores. It is also at least the work of
     the slowest stage plus one pass through the other stages.
     """
-    stages = measure_stages(spec, cluster)
+    stages = predict_stage_times(spec, cluster)
     slowest = _micro_batch_seconds(stages.slowest_parts)
     if spec.parallelism.pipeline == 1:
         return slowest, slowest.total
@@ -244,7 +244,7 @@ def pipeline_seconds(spec: RunSpec, cluster: Cluster) -> tuple[MicroBatchSeconds
     return slowest * (stages.slowest_seconds / slowest.total), stages.all_stages_seconds
 
 
-class SlowestStageTimes(NamedTuple):
+class PredictedStageTimes(NamedTuple):
     """Times per micro batch of the slowest pipeline stage and of all stages.
 
     If CPU ranks share cores, both seconds include the sharing. The times of the parts do not include it.
@@ -259,7 +259,7 @@ class SlowestStageTimes(NamedTuple):
     """True if the device of some stage waits for the host, beyond the launches that nothing hides."""
 
 
-def measure_stages(spec: RunSpec, cluster: Cluster) -> SlowestStageTimes:
+def predict_stage_times(spec: RunSpec, cluster: Cluster) -> PredictedStageTimes:
     """Return the times of the pipeline's stages."""
     pipeline, pieces = spec.parallelism.pipeline, _find_stage_pieces(spec, cluster)
     # Identical stages are computed once: the first, the last, and the distinct ones of the middle.
@@ -278,11 +278,11 @@ def measure_stages(spec: RunSpec, cluster: Cluster) -> SlowestStageTimes:
             parts, slowest = stage, seconds
     core_fraction = cluster.core_fraction
     if core_fraction == 1 or pipeline == 1:
-        return SlowestStageTimes(parts, slowest, all_stages, waits_for_host)
+        return PredictedStageTimes(parts, slowest, all_stages, waits_for_host)
     shared = max(all_stages / pipeline, core_fraction * slowest)
     alone = core_fraction * ((spec.microbatches - 1) * slowest + all_stages)
     passing = shared + max(0.0, alone - spec.microbatches * shared)
-    return SlowestStageTimes(parts, shared, passing, waits_for_host)
+    return PredictedStageTimes(parts, shared, passing, waits_for_host)
 
 
 def stage_seconds(spec: RunSpec, cluster: Cluster, pipeline_rank: int) -> tuple[float, float]:
