@@ -815,7 +815,7 @@ def _family_folder(family: str) -> Path:
 
 
 def _list_folder(folder: Path) -> list[str]:
-    """Return the names of a folder's entries in order; empty without the folder.
+    """Return the names of a folder's entries in order; empty if the folder is missing or cannot be read.
 
     Each job lists all models to parse its target, and a `Path` per file would take four times as long.
     """

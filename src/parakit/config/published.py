@@ -125,7 +125,7 @@ class Published:
 def load_published(path: Path = PUBLISHED_FILE) -> Published:
     """Return the published figures and corrections of a file. A missing file gives an empty result.
 
-    A file is read once per process.
+    Each file is read once per process, so later changes are not seen.
 
     Raises:
         msgspec.ValidationError: A figure lacks a value or has one of another type.

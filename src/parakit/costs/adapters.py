@@ -53,13 +53,13 @@ class LinearLayer(NamedTuple):
         """
         ranks = tensor if self.is_split else 1
         inputs, _ = self.shape_on_rank(tensor)
-        narrow = rank if self.is_row_parallel else rank // ranks
-        return (inputs, narrow), (rank, self.outputs // ranks)
+        a_outputs = rank if self.is_row_parallel else rank // ranks
+        return (inputs, a_outputs), (rank, self.outputs // ranks)
 
     def elements_per_matrix(self, rank: int, tensor: int) -> tuple[int, int]:
         """Return the elements of A and of B on each of `tensor` ranks."""
-        (inputs, narrow), (narrow_inputs, outputs) = self.adapter_shapes_on_rank(rank, tensor)
-        return inputs * narrow, narrow_inputs * outputs
+        (a_inputs, a_outputs), (b_inputs, b_outputs) = self.adapter_shapes_on_rank(rank, tensor)
+        return a_inputs * a_outputs, b_inputs * b_outputs
 
 
 @lru_cache(maxsize=1024)

@@ -193,7 +193,7 @@ class Matrix:
 
     @cached_property
     def _patterns(self) -> tuple[str, ...]:
-        """All patterns of levels of the exclusions."""
+        """Distinct patterns of levels in all exclusions."""
         return tuple({pattern for exclusion in self.exclusions for pattern in exclusion.levels})
 
     def select_legal_levels(

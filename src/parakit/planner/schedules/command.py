@@ -201,7 +201,8 @@ def _draw_schedule(axes: Axes, timeline: SimulatedSchedule, longest: float) -> N
             label = axes.text(
                 middle, event.worker, number, color="black" if is_odd else "white", **style
             )
-            # Labels lie inside their bars: the layout need not measure hundreds of them.
+            # The layout ignores the labels, because they lie inside their bars and measuring hundreds of them takes
+            # long.
             label.set_in_layout(False)
     for worker, stage_spans in spans.items():
         # There is one call per stage, because matplotlib computes the limits of the axes anew at each call.

@@ -488,11 +488,11 @@ def _list_products(spec: RunSpec) -> Iterator[_Product]:
     else:
         for linear in _list_component_linears(spec, "attention"):
             is_normed = linear.name == "linear_qkv"
-            yield _multiply_weight(linear, tokens, tensor)._replace(normed=is_normed)
+            yield _describe_product(linear, tokens, tensor)._replace(normed=is_normed)
     modules = ("moe", "shared_experts") if shape.experts else ("mlp",)
     for linear in _list_component_linears(spec, "dense_mlp"):
         is_normed = linear.name == "linear_fc1" and not shape.experts
-        product = _multiply_weight(linear, tokens, tensor)
+        product = _describe_product(linear, tokens, tensor)
         yield product._replace(normed=is_normed, modules=modules)
     if shape.experts:
         yield from _list_expert_products(spec)
@@ -503,7 +503,7 @@ def _list_component_linears(spec: RunSpec, component: str) -> list[LinearLayer]:
     return [linear for linear in list_linears(spec.shape) if linear.component == component]
 
 
-def _multiply_weight(linear: LinearLayer, rows: int, tensor: int) -> _Product:
+def _describe_product(linear: LinearLayer, rows: int, tensor: int) -> _Product:
     """Return the product of `rows` rows with a linear layer's weight, which tensor parallelism splits over ranks."""
     inner, columns = linear.shape_on_rank(tensor)
     return _Product(rows, inner, columns, linear=linear, tensor=tensor)
@@ -529,7 +529,7 @@ def _list_expert_products(spec: RunSpec) -> Iterator[_Product]:
         yield _Product(rank_tokens, shape.latent_experts, hidden, modules=modules)
     for linear in _list_component_linears(spec, "experts"):
         is_first = linear.name == "linear_fc1"
-        product = _multiply_weight(linear, tokens, expert_tensor)
+        product = _describe_product(linear, tokens, expert_tensor)
         yield product._replace(
             copies=experts_per_rank, between=(not is_first, is_first), modules=modules
         )
@@ -562,10 +562,10 @@ def _list_latent_products(spec: RunSpec) -> Iterator[_Product]:
     tokens, tensor = spec.micro_batch_tokens, spec.parallelism.tensor
     for linear in _list_component_linears(spec, "attention"):
         if not linear.is_split:
-            yield _multiply_weight(linear, tokens // spec.sequence_shards, tensor=1)
+            yield _describe_product(linear, tokens // spec.sequence_shards, tensor=1)
             continue
         modules = () if linear.is_row_parallel else ("mla_up_proj",)
-        yield _multiply_weight(linear, tokens, tensor)._replace(modules=modules)
+        yield _describe_product(linear, tokens, tensor)._replace(modules=modules)
 
 
 def _add_adapter_products(lora: Lora, products: Iterable[_Product]) -> tuple[_Product, ...]:
