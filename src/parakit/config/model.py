@@ -406,9 +406,7 @@ def load_model(name: str, file: str | None = None) -> Model:
         if path.is_file():
             return model_from_flags(current_name, family, read_args_file(path))
     imported = HUB / current_name / f"{current_name}.args"
-    if imported.is_file():
-        return replace(find_model(str(imported)), source="")
-    raise UnknownModelError(_explain_unknown_model(name))
+    return replace(find_model(str(imported)), source="")
 
 
 def _explain_unknown_model(name: str) -> str:

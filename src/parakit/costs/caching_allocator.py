@@ -76,8 +76,8 @@ class CachingAllocator:
     """Allocator that keeps freed blocks, and gives empty segments back only if the device has no more memory.
 
     Blocks are ranges of addresses. Segments do not touch each other, so that only blocks of one segment are joined.
-    Each pool has the sorted keys of its free blocks. A key is one number of size and address, because a search among
-    numbers takes half the time of a search among pairs.
+    Each pool has the sorted keys of its free blocks. A key is one number of size and address, because numbers are
+    compared faster than pairs.
     """
 
     def __init__(self, limit: float = inf) -> None:
@@ -93,8 +93,10 @@ class CachingAllocator:
         """Size of each free block, by its address."""
         self._free_starts_by_end: dict[int, int] = {}
         """Address of each free block, by its end."""
-        self._starts_of_used: dict[int, int] = {}
-        self._sizes_of_used: dict[int, int] = {}
+        self._used_starts: dict[int, int] = {}
+        """Address of the block of each live tensor, by the tensor's number. Tensors that were freed may remain."""
+        self._used_sizes: dict[int, int] = {}
+        """Size of the same blocks."""
         self._segments: dict[int, int] = {}
         """Size of each segment, by its address."""
         self._next_address = 0
@@ -114,14 +116,17 @@ class CachingAllocator:
 
         An allocation takes the smallest free block that is large enough, or a part of a new segment. A freed block is
         joined with the free blocks beside it in its segment. One loop does all of this and calls no Python function but
-        `_reserve`, because a plan replays about 100,000 events.
+        `_reserve`, because a plan may replay 800,000 events.
 
         Raises:
             OutOfDeviceMemoryError: No free block is large enough, and a new segment exceeds the limit.
         """
         small_keys, large_keys = self._small_keys, self._large_keys
-        sizes_of_free, starts_of_free = self._free_sizes_by_start, self._free_starts_by_end
-        starts_of_used, sizes_of_used = self._starts_of_used, self._sizes_of_used
+        free_sizes_by_start, free_starts_by_end = (
+            self._free_sizes_by_start,
+            self._free_starts_by_end,
+        )
+        used_starts, used_sizes = self._used_starts, self._used_sizes
         live, peak_live = self.live_bytes, self.peak_live_bytes
         try:
             for size, tensor in trace:
@@ -130,8 +135,8 @@ class CachingAllocator:
                     index = bisect_left(keys, size << _ADDRESS_BITS)
                     if index < len(keys):
                         start = keys.pop(index) & _ADDRESS_MASK
-                        block_size = sizes_of_free.pop(start)
-                        del starts_of_free[start + block_size]
+                        block_size = free_sizes_by_start.pop(start)
+                        del free_starts_by_end[start + block_size]
                     else:
                         start, block_size = self._reserve(size)
                     if block_size > size:
@@ -139,33 +144,33 @@ class CachingAllocator:
                         if remainder > _LARGEST_SMALL_BYTES or keys is small_keys:
                             end = start + size
                             insort(keys, remainder << _ADDRESS_BITS | end)
-                            sizes_of_free[end] = remainder
-                            starts_of_free[start + block_size] = end
+                            free_sizes_by_start[end] = remainder
+                            free_starts_by_end[start + block_size] = end
                             block_size = size
-                    starts_of_used[tensor] = start
-                    sizes_of_used[tensor] = block_size
+                    used_starts[tensor] = start
+                    used_sizes[tensor] = block_size
                     live += block_size
                     # A call of max() here would take a tenth of the replay's time.
                     if live > peak_live:  # noqa: PLR1730
                         peak_live = live
                 else:
-                    start, block_size = starts_of_used[tensor], sizes_of_used[tensor]
+                    start, block_size = used_starts[tensor], used_sizes[tensor]
                     live -= block_size
                     keys = small_keys if block_size <= _LARGEST_SMALL_BYTES else large_keys
                     end = start + block_size
-                    if start in starts_of_free:
-                        previous = starts_of_free.pop(start)
+                    if start in free_starts_by_end:
+                        previous = free_starts_by_end.pop(start)
                         del keys[bisect_left(keys, start - previous << _ADDRESS_BITS | previous)]
-                        del sizes_of_free[previous]
+                        del free_sizes_by_start[previous]
                         start = previous
-                    if end in sizes_of_free:
-                        following_size = sizes_of_free.pop(end)
+                    if end in free_sizes_by_start:
+                        following_size = free_sizes_by_start.pop(end)
                         del keys[bisect_left(keys, following_size << _ADDRESS_BITS | end)]
                         end += following_size
                     block_size = end - start
                     insort(keys, block_size << _ADDRESS_BITS | start)
-                    sizes_of_free[start] = block_size
-                    starts_of_free[end] = start
+                    free_sizes_by_start[start] = block_size
+                    free_starts_by_end[end] = start
         finally:
             self.live_bytes, self.peak_live_bytes = live, peak_live
 
